@@ -23,7 +23,7 @@ def plain_logits(params: Params, ids: Array, config: GPTConfig) -> Array:
     """
     kind = config.norm, config.activation, config.bias, config.num_kv_heads in (None, config.num_heads)
     if kind != ("layer", "gelu_tanh", True, True):
-        raise ShapeError(f"plain_logits is for models as GPT-2 is, with GPTConfig's defaults, not for {config}")
+        raise ShapeError(f"plain_logits is for models like GPT-2, with GPTConfig's defaults, not for {config}")
     x = params["embedding"]["weight"][ids] + params["positions"]["weight"][: ids.shape[1]]
     for number in range(config.num_layers):
         block = params["blocks"][str(number)]

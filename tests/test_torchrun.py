@@ -153,10 +153,10 @@ def test_a_network_is_said_by_flags(script: Path, capsys):
 def test_as_many_ranks_as_the_machine_has(script: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     for gpus, given, said in [
-        (0, "auto", "--nproc-per-node auto: 3, for this machine has 3 CPU cores\n"),
-        (2, "auto", "--nproc-per-node auto: 2, for this machine has 2 GPUs\n"),
-        (1, "gpu", "--nproc-per-node gpu: 1, for this machine has 1 GPU\n"),
-        (2, "cpu", "--nproc-per-node cpu: 3, for this machine has 3 CPU cores\n"),
+        (0, "auto", "--nproc-per-node auto: 3, because this machine has 3 CPU cores\n"),
+        (2, "auto", "--nproc-per-node auto: 2, because this machine has 2 GPUs\n"),
+        (1, "gpu", "--nproc-per-node gpu: 1, because this machine has 1 GPU\n"),
+        (2, "cpu", "--nproc-per-node cpu: 3, because this machine has 3 CPU cores\n"),
     ]:
         monkeypatch.setattr("tplab.torch.scripts.num_gpus", lambda gpus=gpus: gpus)
         mesh = mesh_of(given, None, 2)

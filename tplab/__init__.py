@@ -14,9 +14,9 @@ __all__ = ["Event", "Mesh", "P", "Trace", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import traces when they are first used: they need NumPy, which takes longer to import than all of tplab.
+    """Import traces on first use: they need NumPy, which takes longer to import than all of tplab.
 
-    What needs a framework is not here. `from tplab import run` is an ImportError that says where it is.
+    Anything that needs a framework lives elsewhere; `from tplab import run` raises an ImportError that says where.
     """
     if name in ("Event", "Trace"):
         from tplab import trace
@@ -24,14 +24,14 @@ def __getattr__(name: str) -> Any:
         return getattr(trace, name)
     if name in ("run", "launch", "train"):
         where = "tplab.torch" if name == "launch" else "tplab.torch or tplab.jax: the import is the switch between them"
-        # For `from tplab import run` Python has words of its own, unless this is an ImportError; hasattr wants another.
+        # `from tplab import run` keeps this message only for an ImportError; hasattr needs an AttributeError.
         kind = ImportError if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap" else AttributeError
         raise kind(f"{name} is in {where}", name=__name__ if kind is ImportError else name)
     raise AttributeError(f"module 'tplab' has no attribute {name!r}")
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext tplab` adds the magic `%%ranks`."""
+    """Register the magic `%%ranks`: `%load_ext tplab` calls this."""
     from tplab.magic import load
 
     load(shell)

@@ -1,4 +1,4 @@
-"""`tplab`, or `python -m tplab`: which commands there are, and `tplab doctor ...` for `python -m tplab.doctor ...`."""
+"""`tplab`, or `python -m tplab`: lists the commands; `tplab doctor ...` runs `python -m tplab.doctor ...`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """List the commands, or run one. For one that torchrun starts, say so, and end with exit code 2."""
+    """List the commands, or run one. If torchrun must start it, say so and exit with code 2."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {command:<{width}}   {what}" for command, what in COMMANDS.items())
     listed += "\n\nIn Python: from tplab.torch import run, or from tplab.jax import run"
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def command() -> None:
-    """What the command `tplab` runs."""
+    """The entry point of the command `tplab`."""
     ended(main)
 
 

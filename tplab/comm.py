@@ -1,12 +1,13 @@
-"""A collective is a row of one table: what each rank gives and gets, and what else the rest of tplab must know of it.
+"""The table of collectives: what each rank contributes and receives, and everything else tplab needs to know.
 
-Everything that depends on which collective it is asks its row: what ranks get (in torch, and for the pictures of JAX),
-labels, types, gradients, bytes, words. Below the table are the checks of arguments, which both frameworks share.
+Code that depends on the collective reads its row: for results (in torch, and for the pictures of JAX), labels, types,
+gradients, bytes and words. The argument checks below the table are shared by both frameworks.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -23,19 +24,19 @@ Array = TypeVar("Array")
 class Row:
     """One collective over R ranks, or one kind of message.
 
-    takes        whose inputs go into it: "all"; only the "root"'s; for a message "one"; "": nothing is sent
-    gives        who gets the result: "all" of it every rank; position i its own one of R "pieces"; only the "root"; of
-                 a message "one"; "": there is none
+    takes        whose inputs it uses: those of "all" ranks, the "root", or for a message "one" rank; "": of none
+    gives        what ranks receive: "all" receive the whole result, position i receives its own one of R "pieces", only
+                 the "root" receives it, for a message only "one" rank does; "": there is no result
     combines     whether inputs are combined element by element (sum, max, ...); otherwise they are joined along a dim
-    params       the names of its parameters, as the program gives them: "op" is how it combines, "root" a position,
+    params       the names of its parameters in the program: "op" is the reduction, "root" a position,
                  and "dim", "split_dim", "concat_dim" are dims
     hidden       the names of further parameters, which tplab adds: "sizes" are those of the pieces
-    type         what its result is along the axis: "I" where all ranks use it in the same way, so that its gradient
-                 is the same on every rank, too; "R" where each uses it in its own way; "V": it differs
-    transposed   the collective of its backward pass, and what that is given: names of parameters of this one. ():
-                 nothing is sent (type I), or the message goes back the way it came
-    words        what happens, in a sentence about {group}, and the {result} of combining
-    hlo          XLA's name for it; jax: the collective by which JAX does it, if XLA has none
+    type         the type of its result along the axis: "I" if all ranks use it in the same way, so that its gradient
+                 is also the same on every rank; "R" if each rank uses it in its own way; "V" if it differs
+    transposed   the collective of its backward pass, then the parameters of this one that it uses. (): nothing is sent
+                 (type I), or the message returns along the same path
+    words        a sentence about {group} that says what happens; {result} is the result of the reduction
+    hlo          XLA's name for it; jax: the collective that JAX uses if XLA has none
     """
 
     name: str
@@ -52,7 +53,7 @@ class Row:
 
     @property
     def gathers(self) -> bool:
-        """Whether a rank's input is only a part of the whole tensor, and may be of another size than the others'."""
+        """Whether a rank's input is only a part of the whole tensor, and may differ in size from the others'."""
         return self.takes == "all" and self.gives in ("all", "root") and not self.combines
 
     def about(self, params: Sequence[Any]) -> dict[str, Any]:
@@ -66,10 +67,10 @@ class Row:
         merge: Callable[[Sequence[Array]], Array],
         root: int = 0,
     ) -> list[Array | None]:
-        """What each position gets from the inputs of all; None: nothing. What all get is one array, in all places.
+        """Return what each position receives, None for nothing. All positions share one array if "all" receive it.
 
         cut     (the input of a position, the position) -> its R pieces
-        merge   several of them, combined or joined
+        merge   combines or joins several of them
         """
         found: list[Array | None] = [None] * len(inputs)
         if not self.takes:
@@ -132,7 +133,7 @@ ROWS = _table(
     Row("send", "one", "one", params=("target",), hidden=("following", "device"), jax="ppermute"),
     Row("receive", "", "one", params=("source",)),
 )  # fmt: skip
-"""All of them, by tplab's name."""
+"""All collectives, by tplab's name."""
 
 
 def check_reduction(op: str, reduction: str, dtype: Any, *, is_fraction: bool, is_complex: bool) -> None:
@@ -166,12 +167,12 @@ def dim_of(shape: Sequence[int], dim: Any, op: str) -> int:
     return dim % len(shape)
 
 
-def root_of(op: str, root: Any, num_ranks: int, label: str) -> int:
-    """The position that everything comes from, or goes to. Raises MeshError if the axis does not have it."""
-    root = whole_number(root, f"{op}: root")
-    if not 0 <= root < num_ranks:
-        raise MeshError(f"{op}: axis {label!r} has positions 0 to {num_ranks - 1}; root={root} is not one")
-    return root
+def position_of(op: str, position: Any, num_ranks: int, label: str, name: str = "root") -> int:
+    """`position`, the argument `name` of `op`, as an int. Raises MeshError if the axis does not have this position."""
+    position = whole_number(position, f"{op}: {name}")
+    if not 0 <= position < num_ranks:
+        raise MeshError(f"{op}: axis {label!r} has positions 0 to {num_ranks - 1}; {name}={position} is not one")
+    return position
 
 
 def pairs_of(perm: Iterable[Any]) -> tuple[tuple[int, int], ...]:
@@ -183,10 +184,11 @@ def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int, label: str) ->
     """Raise MeshError if a position is not on the axis, sends twice or receives twice."""
     last, listed = num_ranks - 1, list(pairs)
     for side, positions in (("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs])):
-        for one in positions:
+        times = Counter(positions)
+        for one in times:
             if not 0 <= one < num_ranks:
                 raise MeshError(f"ppermute: axis {label!r} has positions 0 to {last}; {one} in {listed} is not one")
-            if positions.count(one) > 1:
+            if times[one] > 1:
                 raise MeshError(f"ppermute: position {one} of axis {label!r} {side} twice in {listed}; once at most")
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: where they import from, a mesh given as text, and the files that a trace is written to."""
+"""Parts that all commands share: the import path, a mesh given as text, and the files of a trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLAGS = {
 
 
 def leave_working_directory_out() -> None:
-    """Take the working directory off sys.path, where `python -m` has put it. Call this before torch is imported: a file
+    """Remove the working directory, which `python -m` adds, from sys.path. Call this before torch is imported: a file
     there may have the same name as a module that torch imports."""
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
@@ -69,7 +69,7 @@ def mesh_from(text: str) -> Mesh:
 
 
 def mesh_of(per_node: str | None, mesh: str | None, num_nodes: int = 1) -> Mesh:
-    """The mesh that --nproc-per-node, --mesh and --nnodes say; without them it has one rank. Raises ValueError."""
+    """The mesh that --nproc-per-node, --mesh and --nnodes describe; by default it has one rank. Raises ValueError."""
     if mesh is None:
         return Mesh(world=num_nodes * (1 if per_node is None else ranks_per_node(per_node)))
     found = mesh_from(mesh)
@@ -88,8 +88,8 @@ def mesh_of(per_node: str | None, mesh: str | None, num_nodes: int = 1) -> Mesh:
 
 
 def ranks_per_node(text: str) -> int:
-    """The number that --nproc-per-node says. As for torchrun it may be "gpu", "cpu" or "auto": as many as this machine
-    has; with "auto", CPU cores where it has no GPU. Then what was taken is printed. Raises ValueError."""
+    """The value of --nproc-per-node. As with torchrun, "gpu" and "cpu" count this machine's GPUs or CPU cores; "auto"
+    counts its GPUs or, if it has none, its CPU cores. The count is printed. Raises ValueError."""
     if text not in ("auto", "cpu", "gpu"):
         return whole(text, "--nproc-per-node", ", or gpu, cpu or auto: as many as this machine has")
     gpus = 0 if text == "cpu" else _num_gpus()
@@ -98,7 +98,7 @@ def ranks_per_node(text: str) -> int:
             "--nproc-per-node is 'gpu', and this machine has none; give a number: simulated ranks need none"
         )
     found, kind = (gpus, "GPU") if gpus else (os.cpu_count() or 1, "CPU core")
-    print(f"--nproc-per-node {text}: {found}, for this machine has {found} {kind}{'s' * (found > 1)}")
+    print(f"--nproc-per-node {text}: {found}, because this machine has {found} {kind}{'s' * (found > 1)}")
     return found
 
 

@@ -13,7 +13,7 @@ from tplab.parser import Parser, ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if it is the same model, 1 if it is not, 2 if it could not run, 3 if nobody can tell."""
+    """Run the command; 0 if it is the same model, 1 if it is not, 2 if it could not run, 3 if the runs do not tell."""
     given = _parser().parse_args(arguments)
     try:
         leave_working_directory_out()
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _behind(script: str, args: Sequence[str]) -> str:
-    """What to say if flags of the doctor's are among the script's arguments."""
+    """The end of the error message if flags of the doctor are among the script's arguments, otherwise ""."""
     flags = [arg for arg in args if arg.partition("=")[0] in ("--nproc-per-node", "--nproc_per_node", "--mesh")]
     if not flags:
         return ""
-    return f", before the script: {flags[0]} stands behind {script}, and what stands there is the script's own"
+    return f", before the script: {flags[0]} comes after {script}, so it is an argument of the script"
 
 
 _PAGE = '<!doctype html><meta charset="utf8"><title>{}</title><body style="margin: 2em">{}</body>\n'

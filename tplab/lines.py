@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NOT_COUNTED = 0
-"""Stands for the number of a cell that has none."""
+"""The number of a cell that was not counted."""
 
 
 def line_text(filename: str, line: int) -> str:
@@ -43,7 +43,7 @@ def _shell() -> Any:
 
 
 def _is_of_kernel(filename: str) -> bool:
-    """Whether a kernel, or a terminal, older than IPython 8 has compiled a cell as this file."""
+    """Whether this is the file of a cell, as a kernel or terminal older than IPython 8 names it."""
     if filename.startswith("<ipython-input-"):
         return True
     compiler = sys.modules.get("ipykernel.compiler")
@@ -59,12 +59,12 @@ def _number_of(filename: str, shell: Any) -> int:
 
 
 def _text_of(filename: str) -> str:
-    """What was compiled as this file, with magics replaced and without trailing empty lines."""
+    """The text that was compiled as this file, with magics replaced and without trailing empty lines."""
     return "".join(linecache.getlines(filename)).rstrip("\n")
 
 
 def _texts_of_cells(shell: Any) -> Sequence[str]:
-    """What was compiled as cells 0, 1, 2, ...; cell 0 does not exist."""
+    """The texts that were compiled as cells 0, 1, 2, ...; cell 0 does not exist."""
     return getattr(shell, "user_ns", {}).get("In", ())
 
 
@@ -86,7 +86,7 @@ def _cell_of(filename: str) -> int | None:
 
 
 def _is_same(kept: str, text: str, shell: Any) -> bool:
-    """Whether IPython keeps a cell of this text as `kept`: of one that begins with a magic, such as `%%ranks`, it keeps
-    a call of that magic."""
+    """Whether `kept` is what IPython stores for a cell with this text. For a cell that begins with a magic, such as
+    `%%ranks`, it stores a call of the magic."""
     text = text.strip()
     return kept.strip() in (text, shell.transform_cell(text).strip() if text.startswith("%%") else text)

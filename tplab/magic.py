@@ -31,7 +31,7 @@ def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
     it in `out`.
 
     With `--doctor` the cell's value is the report of `tplab.torch.same_model`: whether the cell trains the same model
-    on the ranks as on one. What it trains must be made in it, as it runs more than once.
+    on the ranks as on one. The cell must build what it trains, because it runs more than once.
     """
     axes, options = _parsed(line)
     into, is_doctor = options.pop("into", None), options.pop("doctor", False)
@@ -51,20 +51,20 @@ def ranks(shell: InteractiveShell, line: str, cell: str) -> Any:
 
 
 def _compiled(shell: InteractiveShell, line: str, cell: str) -> CodeType:
-    """The code of the cell, whose lines count as a reader counts them: from the top of the notebook's cell, `%%ranks`
-    included. The cell is kept as it was written, so that tracebacks show it and `tplab.lines` knows its number."""
+    """Compile the cell, with lines counted from the top of the notebook's cell, including `%%ranks`. Its source is
+    cached as written, so that tracebacks show it and `tplab.lines` knows its number."""
     history = shell.history_manager
     kept = history.input_hist_raw if history else [""]
     number, written = len(kept) - 1, kept[-1]
     if not (written.lstrip().startswith("%%ranks") and written.rstrip().endswith(cell.rstrip())):
-        number, written = len(kept), f"%%ranks {line}\n{cell}"  # it is not counted, as some tools run cells
+        number, written = len(kept), f"%%ranks {line}\n{cell}"  # some tools run cells uncounted
     above = written[: written.rindex(cell.rstrip())].count("\n")
     name = shell.compile.cache(written, number)
     return compile("\n" * above + shell.transform_cell(cell), name, "exec")
 
 
 def _parsed(line: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """The axes of the mesh, and the options. Raises ValueError. `tp=4, dp=2` may have commas."""
+    """The axes of the mesh, and the options. Commas are allowed: `tp=4, dp=2`. Raises ValueError."""
     axes: dict[str, int] = {}
     options: dict[str, Any] = {}
     words = iter(shlex.split(line.replace(",", " "), comments=True))

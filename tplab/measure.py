@@ -19,7 +19,7 @@ from tplab.parser import Parser, ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure or read, fit, print what was predicted beside what was measured, and write the file."""
+    """Measure, or read measurements; fit a cluster, print its predictions beside them, and write it to a file."""
     parser = Parser(
         prog="torchrun [...] -m tplab.measure",
         description="Measure collectives, messages and matmuls on these ranks, and write a file that is accepted "
@@ -57,7 +57,7 @@ def _from_tables(name: str, given: argparse.Namespace) -> tuple[list[Row], Own]:
 
 
 def _from_ranks(name: str, most: int | None) -> tuple[list[Row], Own | None]:
-    """Measured on the ranks of torchrun, or on this process alone; (rows, None) on all ranks but the first."""
+    """Measure on the ranks of torchrun, or on this process alone. Returns ([], None) on all ranks but the first."""
     leave_working_directory_out()
     from tplab.torch.measuring import on_these_ranks
 
@@ -69,20 +69,20 @@ def _from_ranks(name: str, most: int | None) -> tuple[list[Row], Own | None]:
 
 
 def _base(title: str, on_gpus: bool) -> Cluster:
-    """The cluster of a GPU by its name. Of one that is not known, and of a CPU, little but what is measured counts."""
+    """The cluster to start from, for a GPU of this name. For an unknown GPU or a CPU, mostly the measurements count."""
     base = find(_known(title) or "h100-measured") if on_gpus else THIS_LAPTOP
     return replace(base, chip=replace(base.chip, name=title))
 
 
 def _known(title: str) -> str:
-    """The cluster that has this chip, measured where there is one: "NVIDIA H100 80GB HBM3" -> "h100-measured"."""
+    """The cluster with this chip, preferably a measured one: "NVIDIA H100 80GB HBM3" -> "h100-measured"."""
     words = title.upper().replace("-", " ").split()
     names = [name for name in NAMED if name.removesuffix("-measured").upper() in words]
     return max(names, key=len, default="")
 
 
 def report(rows: Sequence[Row], own: Own) -> str:
-    """What was predicted beside what was measured, and by how much rows are off that no fit has seen."""
+    """The measurements beside the predictions, and the errors on rows that the fit had not seen."""
     lines = [f"{'':16}{'ranks':>6}{'nodes':>6}{'bytes, FLOPs':>14}{'measured':>12}{'predicted':>12}"]
     for row, seconds in zip(rows, own.predicted):
         off = seconds / row.seconds - 1
@@ -94,7 +94,7 @@ def report(rows: Sequence[Row], own: Own) -> str:
     errors = dict(own.cluster.fitted.errors) if own.cluster.fitted else {}
     if own.cluster.fabric and own.cluster.fabric.error:
         errors["between nodes"] = own.cluster.fabric.error
-    lines.append("Of rows that the fit had not seen, half are off by so much or less, and nine of ten:")
+    lines.append("Error on rows that the fit had not seen (median and 90th percentile):")
     lines += [f"{name:16}{error.median:6.0%}{error.most:6.0%}" for name, error in errors.items()]
     return "\n".join(lines)
 

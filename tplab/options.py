@@ -1,4 +1,4 @@
-"""What both frameworks' `run` accepts."""
+"""Checks of arguments for `run` in both frameworks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.mesh import Mesh
 
 
 def check_run(fn: Any, mesh: Any, *, seed: Any, keep_values: Any) -> None:
-    """Raise TypeError if `run` was not given a function and a mesh, and ValueError if a number makes no sense."""
+    """Raise TypeError unless `run` was given a function and a mesh, and ValueError if a number is invalid."""
     if not isinstance(mesh, Mesh) or not callable(fn):
         raise TypeError(f"run takes a function and a mesh, as run(f, Mesh(tp=4), ...), not {fn!r} and {mesh!r}")
     check_counts(seed=seed, keep_values=keep_values)
@@ -33,7 +33,7 @@ def check_entries(specs: Any, count: int, name: str, what: str) -> None:
 
 
 def no_out_specs() -> SpecError:
-    """The error for a whole result that nobody asked for."""
+    """The error for reading the whole result of a run without `out_specs`."""
     return SpecError(
         "run was given no out_specs, so it does not know how the ranks' results make a whole; "
         "give out_specs (P() where all ranks return the same), or read .per_rank"

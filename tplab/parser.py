@@ -1,4 +1,4 @@
-"""The parser of every command: `--version`, and one line for a mistake; and how a command ends."""
+"""The argument parser of every command, and how a command exits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tplab import __version__
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with these two."""
+    """argparse's parser, with `--version` and one-line error messages."""
 
     def __init__(self, prog: str, description: str, **more: object):
         super().__init__(prog=prog, description=description, **more)  # type: ignore[arg-type]  # as argparse takes them
@@ -37,8 +37,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def ended(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command as a process, and end it. It is no mistake if nobody reads on, as after `| head`: then it ends as
-    one that the system's SIGPIPE ends."""
+    """Run a command, then exit the process. If its output pipe is closed, as by `| head`, the exit code is that of a
+    process ended by SIGPIPE."""
     try:
         code = main()
         sys.stdout.flush()

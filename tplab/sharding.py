@@ -58,7 +58,7 @@ class P(tuple):
 def cut(size: int, parts: int, rule: Rule) -> tuple[range, ...]:
     """Which of `size` elements each of `parts` holds. Nothing else in tplab decides this.
 
-    rule     10 over 4                   who uses it, and why
+    rule     10 over 4                   where it is used, and why
     equal    ShapeError; 12: 3 3 3 3     `P`, collectives, heads and features of layers, microbatches: every rank runs
                                          one program on one shape, as under `jax.shard_map`
     ceil     3 3 3 1; 9: 3 3 3 0         vocabularies, `Layout`, states: row v is on rank v // ceil(size / parts), and

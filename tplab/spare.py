@@ -1,7 +1,7 @@
 """Spare memory: memory that was freed, but that the C library keeps for later.
 
-XLA's compiler needs about 0.3 GB for some seconds, and the thread of each rank has its own heap. A kernel would hold on
-to all of it, on machines that have only 1 or 2 GB.
+XLA's compiler needs about 0.3 GB for some seconds, and the thread of each rank has its own heap. A notebook's kernel
+would otherwise keep all of this, on machines that may have only 1 or 2 GB.
 """
 
 from __future__ import annotations

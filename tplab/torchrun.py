@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(error)
     watch = _watch(mesh) if given.check_copies else None
     try:
-        warnings.simplefilter("ignore", CrossedOrderWarning)  # the summary says them
+        warnings.simplefilter("ignore", CrossedOrderWarning)  # the summary lists them
         with watch or nullcontext():
             out = Script(given.script, given.args, module=given.module).run(
                 mesh,
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, ImportError) as error:
         return _refuse(error)
-    if out.mesh == mesh:  # it is smaller if it ran for types only
+    if out.mesh == mesh:  # a run for types only uses a smaller mesh
         print("\n" + summary(out.trace, out.peaks))
         if planned is not None:
             print("\n" + beside(out.trace, planned))

@@ -229,11 +229,10 @@ timeline(traces[Mesh(tp=4, dp=4)])
 # %% [markdown]
 # The matmuls are equally long on both meshes. The difference is the idle time during the two long all-reduces over
 # `tp`, one in the forward and one in the backward pass. The two short all-reduces are those of the gradients over
-# `dp`: on this mesh they stay inside a node, although they did not need its fast links.
+# `dp`: on this mesh they stay inside a node, although they do not need its fast links.
 #
 # Equal bytes do not take equal time. In the first list of times, `tp` and `dp` together take 1.4 ms on 8 × 2 and 1.5
-# ms on 4 × 4 by the data sheet, but 3.6 and 3.0 ms with the playbook's network. (In a real model, attention sends as
-# well.)
+# ms on 4 × 4 by the data sheet, but 3.6 and 3.0 ms with the playbook's network.
 
 # %% [markdown]
 # ## A bug to repair
@@ -259,7 +258,7 @@ check_average(average)
 # ## Your turn: the best mesh
 #
 # Write `best_mesh`, which says how to put `ranks` ranks on two axes so that a rank sends the fewest bytes in a step of the
-# two layers above. `dp` must divide the batch, and `tp` must divide the hidden width; both must divide the number of ranks.
+# two layers above. `dp` times `tp` is `ranks`; `dp` must divide the batch, and `tp` the hidden width.
 
 # %%
 def best_mesh(batch, width, hidden, ranks):  # ->   (dp, tp)

@@ -274,7 +274,7 @@ def test_a_search_finds_a_lab(page: Page, site: str, said: list[str], words: str
     expect(page.locator("#search-results li a").first).to_be_visible()
     expect(page.get_by_role("link", name=found).last).to_be_visible()
     expect(page.locator("#search-results li p.context").first).to_be_visible()
-    page.wait_for_load_state("networkidle")  # each page found is read for the words around them; `said` hears its faults
+    page.wait_for_load_state("networkidle")  # the pages found are read for the words around; `said` hears of faults
 
 
 def test_the_front_page_plays_by_itself_until_it_is_touched(page: Page, site: str, said: list[str]):

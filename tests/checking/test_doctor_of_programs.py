@@ -118,7 +118,7 @@ def test_a_script_that_python_cannot_read(script: Path, capsys):
 def test_flags_behind_the_script_are_the_scripts(script: Path, capsys):
     assert doctor.main([str(script), "--nproc-per-node", "2"]) == 2
     shown = capsys.readouterr().err
-    assert "give --nproc-per-node 4, or --mesh dp=2,tp=2, before the script: --nproc-per-node stands behind" in shown
+    assert "give --nproc-per-node 4, or --mesh dp=2,tp=2, before the script: --nproc-per-node comes after" in shown
 
 
 def command(script: Path, tail: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -375,7 +375,7 @@ def test_a_script_is_typed_for_256_ranks_on_four(tmp_path, capsys):
     path.write_text(LARGE.format(tp="world // 2"), encoding="utf8")
     small, large = (launch(path, mesh=Mesh(dp=dp, tp=tp), types=True).types for dp, tp in ((2, 2), (32, 8)))
     assert large.lines == small.lines and large.casts == small.casts
-    assert "typed on Mesh(dp=2, tp=2) in place of Mesh(dp=32, tp=8)" in large.note and "in place of" not in small.note
+    assert "typed on Mesh(dp=2, tp=2) instead of Mesh(dp=32, tp=8)" in large.note and "instead of" not in small.note
     flags = ["--nnodes", "32", "--nproc-per-node", "8", "--mesh", "dp=32,tp=8", "--spmd-types", str(path)]
     assert main(flags) == 0
     said = capsys.readouterr().out

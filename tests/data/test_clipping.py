@@ -494,7 +494,7 @@ def test_a_piece_that_is_made_of_other_parameters_is_refused():
             p.grad = torch.ones_like(p)
         return gradient_norm(net, specs)
 
-    with pytest.raises(RankError, match=r"'weight' of \w+ '' is a piece of a parameter, and is made of .* give specs"):
+    with pytest.raises(RankError, match=r"'weight' of \w+ '' is a piece of a parameter, and is now .* give specs"):
         run(program, Mesh(tp=2))
     specs = {f"parametrizations.weight.original{part}": P("tp") for part in (0, 1)}
     assert float(run(program, Mesh(tp=2), specs).per_rank[0]) == pytest.approx(16**0.5)
@@ -508,7 +508,7 @@ def test_bare_tensors_of_unknown_cut_are_refused_on_several_ranks(given):
         return clip_gradients(AS_GIVEN[given](net), 1.0)
 
     assert float(run(program, Mesh(tp=1)).per_rank[0]) == pytest.approx(12**0.5)
-    with pytest.raises(RankError, match=r"nothing says how parameter '\w+' lies on Mesh\(tp=2\): give the module"):
+    with pytest.raises(RankError, match=r"nothing says how parameter '\w+' is placed on Mesh\(tp=2\): give its module"):
         run(program, Mesh(tp=2))
 
 
@@ -566,7 +566,7 @@ def test_what_is_wrong_is_said():
         norm_of(p, 1.0, norm_type=0)
     with pytest.raises(MeshError, match="no axis 'dp'"):
         norm_of(p, 1.0, {"w": P("dp")})
-    with pytest.raises(RankError, match="nothing says along which axis it runs; give what stages_of made"):
+    with pytest.raises(RankError, match="nothing says along which axis it runs; give what stages_of returned"):
         run(lambda: gradient_norm({0: nn.Linear(2, 2)}), Mesh(pp=1))
 
 

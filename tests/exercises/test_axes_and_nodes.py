@@ -31,6 +31,7 @@ def test_the_labs_bug_is_told():
     [
         lambda gradient: tt.all_reduce(gradient, "dp", op="mean"),
         lambda gradient: tt.all_reduce(gradient, "dp") / tt.axis_size("dp"),
+        lambda gradient: tt.all_gather(tt.reduce_scatter(gradient, "dp"), "dp") / tt.axis_size("dp"),
     ],
 )
 def test_repairs_pass(average: Callable):
@@ -48,11 +49,11 @@ def test_a_repair_in_jax_passes():
         (lambda gradient: gradient, "the rank's own gradient"),
         (lambda gradient: tt.all_reduce(gradient, ("dp", "tp"), op="mean"), "the mean over all ranks"),
         (lambda gradient: tt.all_reduce(gradient, "tp", op="mean"), "the mean over tp"),
-        (lambda gradient: tt.all_reduce(gradient, "dp") / 8, "entries are off"),
-        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") + torch.tensor([1, 0, 0]), "1 of 3 entries is off"),
-        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") / tt.axis_size("dp"), "it is divided twice"),
-        (lambda gradient: tt.all_reduce(gradient, ("dp", "tp")) / tt.axis_size("dp"), "The sum runs over all ranks"),
-        (lambda gradient: tt.all_reduce(gradient, "dp") / tt.axis_size("tp"), "by the number of ranks along tp"),
+        (lambda gradient: tt.all_reduce(gradient, "dp") / 8, "Divide once, by the number of ranks along dp"),
+        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") + torch.eye(12)[:, :1], "1 of 12 entries is off"),
+        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") / tt.axis_size("dp"), "Divide once"),
+        (lambda gradient: tt.all_reduce(gradient, ("dp", "tp")) / tt.axis_size("dp"), "over nothing else"),
+        (lambda gradient: tt.all_reduce(gradient, "dp") / tt.axis_size("tp"), "by the number of ranks along dp"),
     ],
     ids=["sum", "own", "all ranks", "tp", "eight", "one entry", "twice", "all ranks by dp", "dp by tp"],
 )
@@ -66,12 +67,12 @@ def test_what_is_wrong_with_an_average_is_told(average: Callable, hint: str):
     "average",
     [
         lambda gradient: tt.all_reduce(tt.all_reduce(gradient, "dp", op="mean"), "dp", op="mean"),
-        lambda gradient: tt.all_gather(gradient, "dp").mean(0, keepdim=True),
+        lambda gradient: torch.stack(tt.all_gather(gradient, "dp").chunk(tt.axis_size("dp"))).mean(0),
     ],
     ids=["again", "gathered"],
 )
-def test_an_average_that_sends_too_much_is_refused(average: Callable):
-    expect(check_average(average), False, "the numbers are right, but", "One all_reduce of the gradient")
+def test_an_average_that_sends_too_much_passes_with_a_remark(average: Callable):
+    expect(check_average(average), True, "it sends", "would do: what are the other")
 
 
 # ------------------------------------------------------------------------------------------------------------ best_mesh

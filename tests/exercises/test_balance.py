@@ -114,6 +114,10 @@ def one_piece_late(n: int) -> Tensor:
     return torch.cat([early, late + n // 2])
 
 
+def v_too(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return layer_with(by_hand)(q, k, tt.rope(v, by_hand(q.shape[2])))
+
+
 def as_if_consecutive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     where = by_hand(q.shape[2])
     return tt.ring_attention(tt.rope(q, where), tt.rope(k, where), v, "cp")
@@ -126,17 +130,18 @@ def as_if_consecutive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (layer_with(lambda n: tt.axis_index("cp") * n + torch.arange(n)), "consecutive"),
         (layer_with(lambda n: torch.arange(n) * tt.axis_size("cp") + tt.axis_index("cp")), "striped"),
         (layer_with(for_two_ranks), "Mesh(cp=3)"),
-        (layer_with(lambda n: torch.cat(by_hand(n).chunk(2)[::-1])), "early piece comes first"),
-        (layer_with(lambda n: by_hand(n)[: n // 2].repeat(2)), "positions of the early one"),
-        (k_consecutive, "q is right, and k still has"),
-        (layer_with(backwards), "The late piece is not reversed"),
-        (layer_with(one_piece_late), "pieces count from 0"),
+        (layer_with(lambda n: torch.cat(by_hand(n).chunk(2)[::-1])), "piece r and then piece"),
+        (layer_with(lambda n: by_hand(n)[: n // 2].repeat(2)), "piece r and then piece"),
+        (k_consecutive, "both q and k"),
+        (layer_with(backwards), "rising positions"),
+        (layer_with(one_piece_late), "counted from 0"),
         (layer_with(up_to_four), "cp=6"),
         (layer_with(lambda n: torch.zeros(n, dtype=torch.long)), "not rotated"),
         (gathers, "does the work"),
-        (only_q, "Only q is rotated"),
-        (only_k, "Only k is rotated"),
-        (as_if_consecutive, "o"),
+        (only_q, "both q and k"),
+        (only_k, "both q and k"),
+        (as_if_consecutive, "in the same layout"),
+        (v_too, "and not v"),
         (lambda q, k, v: tt.ring_attention(q, k, v, "cp", layout="zigzag"), "not rotated"),
         (lambda q, k, v: layer_with(by_hand)(q.detach(), k, v), "dq is not right yet"),
     ],
@@ -191,6 +196,15 @@ def test_right_windows(right: Callable[..., Tensor]):
     assert verdict.passed, verdict
 
 
+def added_up(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    parts = [attend(q, k, v, 0, window)]
+    for t in range(1, min(tt.axis_size("cp") - 1, fewest(window, len(q))) + 1):
+        k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
+        if t <= tt.axis_index("cp"):
+            parts.append(attend(q, k, v, t * len(q), window))
+    return sum(o for o, _ in parts)
+
+
 def gathers_first(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     keys, values = (tt.all_gather(x, "cp") for x in (k, v))
     return attend(q, keys, values, tt.axis_index("cp") * len(q), window)[0]
@@ -221,9 +235,10 @@ def library(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         (ring_with(fewest, window_of=lambda w: w + 1), "window + 1"),
         (ring_with(fewest, window_of=lambda w: w - 1), "window was 2"),
         (ring_with(fewest, looks_back=False), "no beginning"),
-        (ring_with(fewest, far=lambda t, n: t), "`distance` counts tokens"),
-        (ring_with(fewest, far=lambda t, n: 0), "`distance` counts tokens"),
+        (ring_with(fewest, far=lambda t, n: t), "`distance` is t times the tokens"),
+        (ring_with(fewest, far=lambda t, n: 0), "`distance` is t times the tokens"),
         (ring_with(fewest, way=-1), "Which way do they hop?"),
+        (added_up, "the next merge needs both"),
         (gathers_first, "does the work"),
         (library, "does the work"),
         (ends_early, "rank"),

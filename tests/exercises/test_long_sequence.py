@@ -79,15 +79,25 @@ SHIFT = 'k, v, dk, dv = (tt.ring_shift(x, "cp") for x in (k, v, dk, dv))'
     ("change", "hint"),
     [
         ((SHIFT, 'k, v = (tt.ring_shift(x, "cp") for x in (k, v))'), "Whose keys"),
-        ((SHIFT, 'k, dk, dv = (tt.ring_shift(x, "cp") for x in (k, dk, dv))'), "v is still this rank's own"),
+        ((SHIFT, 'k, dk, dv = (tt.ring_shift(x, "cp") for x in (k, dk, dv))'), "k and v of the same rank"),
         (('for _ in range(tt.axis_size("cp")):', "for _ in range(1):"), "own tile was computed"),
-        ((RETURN, "    return dq / tt.axis_size('cp'), dk, dv"), "What all tiles add to it is a sum"),
+        ((RETURN, "    return dq / tt.axis_size('cp'), dk, dv"), "the sum of what all tiles add"),
         ((RETURN, "    return dq, dv, dk"), "dk and dv are exchanged"),
-        ((RETURN, "    return parts[0], dk, dv"), "Only the last tile"),
+        ((RETURN, "    return parts[0], dk, dv"), "the sum of what all tiles add"),
         ((RETURN, "    return dq, *(tt.ring_shift(x, 'cp', -1) for x in (dk, dv))"), "How many hops"),
         ((RETURN, "    return dq, *(tt.ring_shift(x, 'cp') for x in (dk, dv))"), "How many hops"),
         (("ctx.save_for_backward(q, *ours, o, lse)", "ctx.save_for_backward(q, k, v, o, lse)"), "dk"),
-        (("ds = p * (do @ v.T - (do * o).sum(-1, keepdim=True)) * scale", "ds = p * (do @ v.T) * scale"), "dq"),
+        (
+            ("ds = p * (do @ v.T - (do * o).sum(-1, keepdim=True)) * scale", "ds = p * (do @ v.T) * scale"),
+            "q, do and o",
+        ),
+        (
+            ("lse = merge(o, lse, *attend(q, k, v))", "_ = merge(o, lse, *attend(q, k, v))"),
+            "over the keys of all ranks",
+        ),
+        (('range(tt.axis_size("cp") - 1)', "range(0)"), "pass is right"),
+        (("p = (q @ k.T * scale - lse).exp()", "p = (q @ k.T * scale).softmax(-1)"), "over the keys of all ranks"),
+        ((RETURN, "    return dq, dk / tt.axis_size('cp'), dv"), "dk and dv travel"),
         (("- (do * o).sum(-1, keepdim=True)) * scale", "- (do * o).sum(-1, keepdim=True))"), "dq"),
         (('for _ in range(tt.axis_size("cp")):', 'for _ in range(tt.axis_size("cp") - 1):'), ""),
     ],
@@ -119,7 +129,7 @@ def test_damage_in_the_backward_pass():
     reseeds = RETURN, "    torch.manual_seed(0)\n    " + RETURN
     assert "global generator" in check_gradients(repaired(reseeds)).text
     zeroes = RETURN, "    ctx.saved_tensors[0].zero_()\n    " + RETURN
-    assert "changes its argument q in place" in check_gradients(repaired(zeroes)).text
+    assert "changes q in place" in check_gradients(repaired(zeroes)).text
 
 
 def test_other_ways_to_the_gradients():
@@ -223,6 +233,16 @@ def added_up(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o
 
 
+def forgets(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Merges each tile by the log-sum-exp of the first one."""
+    o, lse = attend(q, k, v, causal=True)
+    for t in range(1, tt.axis_size("cp")):
+        k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
+        if t <= tt.axis_index("cp"):
+            o, _ = merge(o, lse, *attend(q, k, v))
+    return o
+
+
 def hops_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o, lse = attend(q, k, v, causal=True)
     for t in range(1, tt.axis_size("cp")):
@@ -278,8 +298,8 @@ def gathers_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("wrong", "hint"),
     [
         (loop(lambda t, r: "all"), "later ones too"),
-        (loop(lambda t, r: "triangle"), "cut to a triangle"),
-        (loop(lambda t, r: "all" if t else "triangle"), "masked nowhere"),
+        (loop(lambda t, r: "triangle"), "and a later one not at all"),
+        (loop(lambda t, r: "all" if t else "triangle"), "and a later one not at all"),
         (loop(lambda t, r: "triangle" if t <= r else None), "earlier ranks were cut"),
         (loop(lambda t, r: "triangle" if t == 0 else "all" if t > r else None), "ranks after it"),
         (loop(lambda t, r: "all" if t <= r else None), "causal=True"),
@@ -288,11 +308,12 @@ def gathers_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (lambda q, k, v: attend(q, k, v, causal=True)[0], "own tile alone"),
         (loop(lambda t, r: ("all" if t else "triangle") if t < max(r, 1) else None), "that of rank 0's keys"),
         (added_up, "were added up"),
-        (hops_last, "before the hop"),
+        (hops_last, "After t hops"),
+        (forgets, "the next merge needs both"),
         (collects_first, "Merge each tile as it comes"),
         (masked_everywhere, "Skip those"),
         (in_place, "in place"),
-        (keys_alone_travel, "v is still this rank's own"),
+        (keys_alone_travel, "k and v are those of rank r - t"),
         (gathers_first, "`all_gather` does the work"),
         (lambda q, k, v: tt.ring_attention(q[None, None], k[None, None], v[None, None], "cp")[0, 0], "does the work"),
     ],

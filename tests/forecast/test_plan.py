@@ -59,7 +59,7 @@ REFUSED = {
     "virtual=2 stages per rank need a pipeline": Plan(virtual=2),
     "zb_h1 has 1 stages per rank, not virtual=2": Plan(pp=2, virtual=2, schedule="zb_h1"),
     "cp x tp = 24 ranks cannot share a sequence of 4096 tokens": Plan(tp=8, cp=3, sequence_parallel=True),
-    "8 microbatches are not a multiple of pp=5": Plan(pp=5, dp=8, virtual=2),
+    "8 microbatches are fewer than pp=10, the fewest that Megatron-LM interleaves": Plan(pp=10, dp=8, virtual=2),
     "dualpipe: ": Plan(pp=5, schedule="dualpipe"),
 }
 

@@ -45,6 +45,7 @@ CASES = {
     "dp, pp, tp": case(CONFIG, dp=2, pp=2, tp=2, zero=1, sequence_parallel=True),
     "dp, cp": case(CONFIG, dp=2, cp=2, zero=1),
     "interleaved": case(CONFIG, "interleaved_1f1b", pp=2, microbatches=4),
+    "interleaved, in unequal groups": case(CONFIG, "interleaved_1f1b", pp=2, microbatches=5),
     "zb_h1": case(CONFIG, "zb_h1", pp=2, microbatches=4),
     "a V": case(CONFIG, "zb_v", pp=2, tp=2, microbatches=4),
     "two directions": case(CONFIG, "dualpipe", pp=2, microbatches=4),

@@ -1,6 +1,7 @@
 """Seconds of a step: parts by hand, the pipeline against its whole simulation, and what hides what."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,15 +10,17 @@ from tplab.cost import Chip, Cluster, Link, find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
 from tplab.forecast.classes import class_of
-from tplab.forecast.layers import Layer, layer_seconds, local
+from tplab.forecast.layers import Layer, from_memory, layer_seconds, local
+from tplab.forecast.memory import state_bytes
 from tplab.forecast.messages import sent_once
 from tplab.forecast.once import at_end, once_seconds
-from tplab.forecast.pipelines import Shape, makespans
-from tplab.forecast.plan import few, takes_virtual
+from tplab.forecast.pipelines import Shape, in_flight, makespans
+from tplab.forecast.plan import GROUPED, few, takes_virtual
 from tplab.forecast.stacks import find_stack
 from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.step import step
 from tplab.schedules import RULES, Costs, simulate
+from tplab.schedules.action import F, I
 
 SMALL = Model(layers=8, hidden=64, heads=8, vocab=256)
 # Only matmuls take time: 1 TFLOP/s, memory and links of no cost
@@ -65,6 +68,21 @@ def test_rounds_repeat_themselves(rule: str):
             shape = Shape(rule, ranks, virtual, int(few(rule, ranks, count)), what)
             ((found,),) = makespans([shape], [seconds[None]], [np.array([count])])
             assert found == pytest.approx(simulate(schedule, costs).makespan, rel=0.01 if count > 15 else 1e-9)
+
+
+@pytest.mark.parametrize("rule", GROUPED)
+@pytest.mark.parametrize(("ranks", "virtual", "count"), [(4, 4, 31), (8, 2, 99), (8, 4, 108), (6, 3, 100)])
+def test_so_do_groups_of_which_not_all_are_equal(rule: str, ranks: int, virtual: int, count: int):
+    """Where m is not a multiple of p, in time and in memory."""
+    stages = ranks * virtual
+    schedule = Plan(pp=ranks, virtual=virtual, schedule=rule).rule(count)
+    costs = Costs([1.0] * stages, [1.0] * stages, [1.0] * stages, 0.3)
+    shape = Shape(rule, ranks, virtual, int(few(rule, ranks, count)), ((1, 0, False, False),) * stages)
+    ((found,),) = makespans([shape], [np.array([[1.0, 2.0, *[0] * 14, 0.3]])], [np.array([count])])
+    assert found == pytest.approx(simulate(schedule, costs).makespan, rel=1e-9) and shape.microbatches < count
+    held = [max(sum(of) for _, of in moments) for moments in in_flight(rule, ranks, virtual, count)]
+    change = np.select([schedule.kind == F, schedule.kind != I], [1, -1])
+    assert held == [np.cumsum(change[a:b]).max() for a, b in pairwise(schedule.offsets)]
 
 
 DEEPSEEK = Model.find("deepseek-v3")
@@ -178,6 +196,30 @@ def test_of_gradients_at_least_three_fifths_show_and_without_overlap_all_do():
     assert at_end(plan, Layer(0.0, 0.0), once, 4)[0] == pytest.approx(once.gradients)
     late = replace(plan, overlap=False)
     assert at_end(late, long, once_seconds(model, late, 0, cluster, stack), 4)[0] == pytest.approx(once.gradients)
+
+
+def test_the_optimizer_updates_what_memory_says_a_rank_keeps():
+    """ZeRO divides experts over the ranks that have the same ones: where ep = dp there is no other."""
+    model, cluster, stack = Model.find("mixtral-8x7b"), find("h100-measured"), find_stack("megatron")
+    for plan in (Plan(dp=8, ep=8, pp=8, zero=1), Plan(dp=16, ep=8, tp=2, zero=3), Plan(dp=8, ep=8, zero=0)):
+        held = held_parameters(model, plan, 0, stack)
+        (_, _, states, _), size = state_bytes(model, plan, 0, stack), 12 if plan.zero < 3 else 8
+        took = from_memory(cluster, states / size * 30 + 2 * 4 * held.total)
+        assert once_seconds(model, plan, 0, cluster, stack).optimizer == pytest.approx(took)
+
+
+ADAM = {
+    Plan(): 30, Plan(dtype="float8"): 30, Plan(grad_dtype="bfloat16"): 28, Plan(dtype="float32"): 28,
+    Plan(state_dtype="bfloat16"): 16, Plan(state_dtype="bfloat16", grad_dtype="bfloat16"): 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "moved"), ADAM.items(), ids=str)
+def test_the_optimizer_reads_and_writes_what_its_states_have(plan: Plan, moved: int):
+    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("megatron")
+    grad = 2 if plan.grad_dtype == "bfloat16" else 4
+    took = from_memory(cluster, (moved + 2 * grad) * model.parameters)
+    assert once_seconds(model, plan, 0, cluster, stack).optimizer == pytest.approx(took)
 
 
 def test_zero_3_hides_what_layers_compute_long_enough_for():

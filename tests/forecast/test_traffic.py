@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tplab.forecast import Model, Plan
+from tplab.forecast.stages import held_parameters
 from tplab.forecast.traffic import layer_traffic, traffic
 
 LLAMA = Model.find("llama3-70b")
@@ -73,3 +74,14 @@ def test_experts_and_long_sequences():
     groups = {one.ranks: one.bytes for one in traffic(mixtral, plan, 8, 8192) if one.part == "gradients"}
     experts = 32 * mixtral.layer_parts["mlp"].experts // 4
     assert groups == {4: experts * 4, 16: (mixtral.parameters - 4 * experts) * 4}
+
+
+def test_experts_that_have_as_many_numbers_as_the_rest_have_no_embedding():
+    model = Model(layers=2, hidden=8, heads=2, vocab=8, ffn=24, experts=4, experts_per_token=1, positions=9)
+    plan = Plan(dp=2, zero=3)
+    rest = held_parameters(model, plan, 0, "tplab")
+    model = replace(model, vocab=8 + (rest.experts - rest.dense) // 16)
+    held = held_parameters(model, plan, 0, "tplab")
+    assert held.experts == held.dense
+    sent = [one.bytes for one in traffic(model, plan, 2, 8, 0, "tplab") if one.phase == "backward" and one.axis == "dp"]
+    assert sorted(sent)[:2] == [2 * (held.dense - held.embedding), 2 * held.experts]

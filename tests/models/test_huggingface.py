@@ -734,7 +734,7 @@ def test_what_is_left_out_or_does_not_divide_is_refused():
         run(program, Mesh(tp=2), llama(), llama_plan, {"model.layers.*.self_attn.k_proj": "replicate"})
     with pytest.raises(PlanError, match="c_fc has 30 output features, which the 4 ranks"):
         run(program, Mesh(tp=4), gpt2(heads=12, n_inner=30), gpt2_plan, {})
-    with pytest.raises(PlanError, match="llama_plan is for models built as Llama is, and GPT2LMHeadModel has no"):
+    with pytest.raises(PlanError, match="llama_plan is for models built like Llama, and GPT2LMHeadModel has no"):
         run(lambda model: llama_plan(model), Mesh(tp=2), gpt2())
     with pytest.raises(PlanError, match=r"planned twice: 'column' by .* and 'row' by"):
         run(program, Mesh(tp=2), gpt2(), gpt2_plan, {"transformer.h.1.mlp.c_fc": "row"})

@@ -71,6 +71,15 @@ def test_methods_of_partition():
         cut(layers, 17)
 
 
+def test_a_stage_may_be_empty_and_prints_no_layers():
+    made = cut([LayerSpec(nn.Linear, 2, 2)] * 3, 3, bounds=[0, 2, 2, 3])
+    assert str(made) == (
+        "stage 0  rank 0  layers [0, 2)      12 parameters  Linear to Linear\n"
+        "stage 1  rank 1  layers none         0 parameters\n"
+        "stage 2  rank 2  layers [2, 3)       6 parameters  Linear to Linear"
+    )
+
+
 class Built(nn.Linear):
     """Says when it is made with memory."""
 

@@ -137,7 +137,7 @@ def test_a_hook_that_copies_what_is_saved_is_refused_where_something_is_dropped(
             q = q.requires_grad_()
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum().backward()
 
-    with pytest.raises(RankError, match="its dropout drew"):
+    with pytest.raises(RankError, match="random state of its dropout"):
         run(program, ONE, torch.ones(B, H, N, D), cluster="h100")
 
 

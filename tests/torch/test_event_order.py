@@ -327,7 +327,7 @@ def test_collectives_in_flight_together_in_opposite_orders_are_a_warning_that_na
     (text,) = out.warnings
     assert str(caught[0].message) == text and Path(caught[0].filename).name == "test_event_order.py"
     assert f"all_reduce over 'tp' at test_event_order.py:{first + 6}" in text and "all_reduce over 'dp,tp'" in text
-    assert "rank 0 the one, then the other; rank 1 the other way" in text
+    assert "rank 0 in this order, rank 1 in the other" in text
     assert out.trace.warnings == out.trace.since(0.1).warnings == [text]
 
 

@@ -275,7 +275,7 @@ def test_structures_and_objects_are_each_ranks_own():
 
 
 def test_what_cannot_be_copied_is_named():
-    with pytest.raises(TypeError, match=r"argument 1 .*lock.* own copy"):
+    with pytest.raises(TypeError, match=r"argument 1 .*lock.* cannot be copied"):
         run(lambda x, lock: None, MESH, torch.ones(1), threading.Lock())
 
 

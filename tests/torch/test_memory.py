@@ -177,7 +177,7 @@ def test_tensors_on_meta_that_are_not_counted_are_said():
         own_model_on_meta()
         return torch.ones(2)
 
-    with pytest.warns(UserWarning, match="0 B, for tensors on the device meta have no memory; give device='meta'"):
+    with pytest.warns(UserWarning, match="0 B, because tensors on the device meta have no memory; give device='meta'"):
         out = lab.run(own_model_on_meta, Mesh(tp=2), count_memory=True)
     assert out.memory.peaks == [0, 0]
     assert lab.run(partly, Mesh(tp=2), count_memory=True).memory.peaks == [8, 8]

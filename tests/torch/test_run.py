@@ -61,7 +61,7 @@ def test_a_handle_that_is_used_as_a_tensor_says_to_wait():
         def program() -> Any:
             return use(start(all_reduce, torch.ones(2, requires_grad=is_followed), "tp"), torch.ones(2))
 
-        with pytest.raises(RankError, match=r"started, not yet its result; call .wait\(\), which gives the tensor"):
+        with pytest.raises(RankError, match=r"started, not its result; call .wait\(\), which returns the tensor"):
             run(program, TWO)
 
     used(lambda flight, x: flight + 1, False)

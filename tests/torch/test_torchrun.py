@@ -73,7 +73,7 @@ def test_torchrun_on_this_machine(tmp_path):
         assert saw["wrong mesh"][:2] == (
             "MeshError",
             "torchrun has started 2 processes, and Mesh(tp=3) has 3 ranks; give torchrun --nnodes and --nproc-per-node "
-            "that make 3, or run takes a mesh of 2",
+            "that make 3, or run on a mesh of 2",
         )
         kind, text, cause = saw["raises"]
         assert kind == "RankError" and text.startswith("rank 1 raised ValueError at torchrun_program.py:")

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from tplab import Mesh
 from tplab.errors import CollectiveMismatchError, DeadlockError, RankError
-from tplab.torch import all_reduce, axis_index, ring_all_reduce, ring_shift, run, start
+from tplab.exercises.megatron_block import check_down
+from tplab.torch import all_reduce, axis_index, copy_to, ring_all_reduce, ring_shift, run, start
 from tplab.trace.trace import Trace
 
 TWO = Mesh(tp=2)
@@ -47,6 +48,17 @@ def test_a_collective_belongs_to_its_start_and_a_wait_too():
     assert places(trace, "collective") == places(trace, "wait")
     (place,) = places(trace, "collective")
     assert place in {here(program, 1), here(program, 2)}
+
+
+def test_a_backward_pass_that_somebody_else_runs_is_named():
+    """A check calls backward on what the program returned: no line of the program is left on the stack."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return all_reduce((copy_to(x, "tp") if axis_index("tp") == 0 else x) @ w, "tp") + bias
+
+    assert "rank 0 waits in all_reduce(x, 'tp', 'sum') at a step of the backward pass for rank 1" in str(
+        check_down(program)
+    )
 
 
 def test_a_library_in_between_is_not_the_program():

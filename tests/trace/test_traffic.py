@@ -176,7 +176,7 @@ def test_what_cannot_be_is_said():
         with_dtensor(lambda mesh: with_dtensor(lambda inner: None, 2), 2)
     assert not torch.distributed.is_initialized()
     config = GPTConfig(96, 16, 1, 4, 8, norm="rms")
-    with pytest.raises(ShapeError, match="PlainGPT is for models as GPT-2 is"):
+    with pytest.raises(ShapeError, match="PlainGPT is for models like GPT-2"):
         PlainGPT(config)
-    with pytest.raises(ShapeError, match="plain_logits is for models as GPT-2 is"):
+    with pytest.raises(ShapeError, match="plain_logits is for models like GPT-2"):
         plain_logits({}, jax.numpy.asarray(IDS), config)

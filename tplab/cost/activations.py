@@ -1,6 +1,6 @@
-"""What a forward pass keeps for the backward pass: the tensors that a framework kept, and what a layer must keep.
+"""What a forward pass saves for the backward pass: the tensors that a framework saved, and those a layer must save.
 
-`saved_tensors` of `tplab.torch` and `tplab.jax` lists what was really kept; `activation_tensors` and `activation_bytes`
+`saved_tensors` of `tplab.torch` and `tplab.jax` lists what was saved; `activation_tensors` and `activation_bytes`
 give what Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count for one transformer layer, tensor by tensor.
 """
 
@@ -18,7 +18,7 @@ class SavedTensor:
     """One tensor that is kept from the forward to the backward pass.
 
     shape, dtype   as it was first kept
-    bytes          of the memory behind it; memory that several tensors share is listed once
+    bytes          of its storage; a storage that several tensors share is listed once
     made_by        the operation that computed it; "input" if it was passed to the function
     """
 

@@ -1,4 +1,4 @@
-"""The algorithms of collectives, as formulas: hops, bytes and seconds over equal links (the table: collectives.py)."""
+"""The algorithms of collectives as formulas: hops, bytes and seconds over equal links. collectives.py has the table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tplab.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a collective costs: seconds from start to end, hops one after another, bytes the busiest rank sends.
+    """The cost of a collective: seconds from start to end, sequential hops, and bytes that the busiest rank sends.
 
-    latency   s of `seconds` in which it waits for hops between nodes, as measured: no computing beside it hides them
+    latency   s of `seconds` spent waiting for hops between nodes, as measured; no computation hides these
     """
 
     seconds: float
@@ -90,8 +90,8 @@ OPS = tuple(ALGORITHMS)
 
 
 def algorithms(op: str, links_per_rank: int = 1) -> tuple[str, ...]:
-    """The algorithms known for `op`, the default first. Those that use two links per rank are listed only if there are
-    two."""
+    """The algorithms known for `op`, the default first. Algorithms that use two links per rank are listed only if there
+    are two."""
     check_op(op)
     names = dict.fromkeys(["ring", *ALGORITHMS[op]])  # the ring of a broadcast is pipelined: see pipelined_broadcast
     return tuple(name for name in names if links_per_rank > 1 or name not in _TWO_LINKS)

@@ -2,12 +2,12 @@
 
 q queries and k keys of `batch` sequences and `heads` heads with d features:
 
-    pairs     q k; of a causal mask those that it leaves: q (q+1) / 2 where there are as many keys as queries
-    FLOPs     4 d batch heads pairs; backward 2.5 times as many, because the scores are computed again
+    pairs     q k; with a causal mask those it keeps: q (q+1) / 2 if there are as many keys as queries
+    FLOPs     4 d batch heads pairs; backward 2.5 times as many, because the scores are recomputed
     seconds   start + 4 d (batch heads (pairs + extra q) + multiprocessors min(tile, q) k / 2) / (share x peak)
 
-A query costs as much as `extra` more keys do: its softmax, and scores above the diagonal that are computed in vain. A
-multiprocessor computes `tile` queries at a time, and the last of them is waited for: half of the longest tile.
+Each query costs as much as `extra` more keys, for its softmax and for wasted scores above the diagonal. A
+multiprocessor computes `tile` queries at a time; the wait for the last one is half of the longest tile.
 
 `benchmarks.fit.chips` fits the constants. Sources. Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
 """
@@ -27,13 +27,13 @@ AGAIN = 2.5
 class Attention:
     """The kernels of one generation on one kind of GPU.
 
-    name       "flash2", of 2023; "flash3": FlashAttention 3 on an H100, and on later GPUs what came after it
+    name       "flash2", of 2023; "flash3": FlashAttention 3 on an H100, and its successors on later GPUs
     share      of the peak that long sequences reach forward, with heads of 128 features
     narrow     the same with heads of 64, as a share of `share`
-    backward   the same backward, as a share of what is reached forward
-    extra      keys that a query costs besides its own
+    backward   the same backward, as a share of the forward rate
+    extra      cost of a query in keys, besides its own keys
     tile       queries that a multiprocessor computes at a time
-    start      s of a kernel that has nothing to do
+    start      s that an empty kernel takes
     """
 
     name: str
@@ -73,17 +73,17 @@ class FusedAttention(NamedTuple):
 
 
 def attention_pairs(q: Any, k: Any, causal: bool) -> Any:
-    """Of q x k pairs of a query and a key, those that attention computes: with a causal mask, query i sees keys 0..i,
-    as in torch."""
+    """How many of the q x k pairs of a query and a key are computed. With a causal mask, query i sees keys 0..i, as in
+    torch."""
     square = np.minimum(q, k)
     return square * (square + 1) / 2 + (q - square) * k if causal else q * k
 
 
 def attention_flops(batch: Any, heads: Any, q: Any, k: Any, width: int, causal: bool, backward: bool) -> Any:
-    """Scores and values are 2 d FLOPs each for every pair."""
+    """FLOPs of one pass: scores and values take 2 d each for every pair."""
     return 4 * width * batch * heads * attention_pairs(q, k, causal) * (AGAIN if backward else 1)
 
 
 def attention_numbers(batch: Any, heads: Any, q: Any, k: Any, width: int, kv_heads: Any, backward: bool) -> Any:
-    """What is read and written, each tensor once: q, k, v and o; backward also the gradients of all four."""
+    """Numbers read and written, each tensor once: q, k, v and o; backward also the gradients of all four."""
     return 2 * (1 + backward) * batch * width * (q * heads + k * kv_heads)

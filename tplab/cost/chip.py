@@ -15,14 +15,14 @@ from tplab.errors import ClusterError
 
 @dataclass(frozen=True)
 class Chip:
-    """What one rank computes on.
+    """The processor of one rank.
 
     flops              FLOP/s by dtype name: {"bfloat16": 989e12, ...}. Dense peaks, without structured sparsity
     memory_bandwidth   B/s between the chip and its main memory
     memory             B of main memory
     launch             s of overhead before every operation starts, however small it is
     source             where the figures come from
-    kernels            what its kernels were measured to reach of these peaks; None: the peaks themselves
+    kernels            the measured share of these peaks that its kernels reach; None: the peaks themselves
     """
 
     name: str
@@ -49,18 +49,18 @@ class Chip:
         return Chip, tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for `dtype`. A dtype without a figure of its own runs at the slowest rate listed."""
+        """FLOP/s for `dtype`. A dtype that is not listed runs at the slowest rate listed."""
         rate = self.flops.get(dtype)
         return min(self.flops.values()) if rate is None else rate
 
     @property
     def fuses_attention(self) -> bool:
-        """Whether attention is one kernel that holds no scores, as on every chip that multiplies 16-bit numbers."""
+        """Whether attention is one kernel that stores no scores, as on every chip that multiplies 16-bit numbers."""
         return not self.flops.keys().isdisjoint(("bfloat16", "float16"))
 
     def seconds(self, flops: float, bytes: float, dtype: str = "float32") -> float:
-        """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth), of what is measured to be reached
-        where that is known."""
+        """The roofline: launch + max(flops / peak(dtype), bytes / memory_bandwidth); with measured rates instead of
+        peaks where they are known."""
         if self.kernels is not None:
             return self.kernels.seconds(flops, bytes, self.peak(dtype), self.memory_bandwidth)
         return self.launch + max(flops / self.peak(dtype), bytes / self.memory_bandwidth)
@@ -68,7 +68,7 @@ class Chip:
     def matmul_seconds(self, m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1) -> float:
         """[m, k] @ [k, n], `batch` times in one operation: 2 m n k FLOPs, and each number read or written once.
 
-        As a roofline on the data sheet; in tiles and waves where a chip's kernels have been measured.
+        A roofline for a data sheet; tiles and waves if the chip's kernels have been measured.
         """
         if self.kernels is not None:
             return _tiled(self, m, n, k, dtype, batch)
@@ -91,8 +91,8 @@ class Chip:
     ) -> float:
         """Fused attention, one pass: q [batch, heads, q_len, head_dim], k and v [batch, kv_heads, k_len, head_dim].
 
-        As a roofline at peak rates; where a chip's kernels have been measured, what those of `kernel` reach. None: the
-        newest that the chip has. In 8 bit they were measured no faster than in 16.
+        A roofline at peak rates or, if the chip's kernels have been measured, the rate of `kernel`. None: the chip's
+        newest. In 8 bit they were measured no faster than in 16.
         """
         shape = batch, heads, q_len, k_len, head_dim
         num_bytes = attention_numbers(*shape, kv_heads or heads, backward) * itemsize(dtype)

@@ -1,11 +1,11 @@
-"""The modelled clock: what happens first in modelled time is done first, and takes the links it needs.
+"""The modelled clock: a discrete-event simulation that assigns links to messages and collectives in order of time.
 
-Time goes from instant to instant. At each instant, ranks go on as far as they can, and everything that has become ready
-to be sent asks for its links. Then these are given away, each from when it is free: what became ready earlier has been
-served before, and what becomes ready later waits behind, even if it could slip in. Of what becomes ready at the same
-instant, each rank's own goes in the order of its program. Where that does not decide, what the program says does: the
-line, the operation, its bytes, its axis. And what is the same in all this shares the links equally. So neither a rank's
-number nor the order in which threads had their turn decides anything: renaming the ranks of a program renames its
+Time moves from instant to instant. At each instant, ranks advance as far as they can, and every message or collective
+that has become ready requests its links. The links are then assigned first come, first served, each from the moment it
+is free: a request that becomes ready later waits behind, even if it would fit in a gap. Requests of one rank that
+become ready at the same instant are served in program order. Requests of different ranks are ordered by what the
+program says of them: line, operation, bytes, axis. Requests that are equal in all of these share the links equally. So
+neither rank numbers nor the scheduling of threads affect the result: renumbering the ranks of a program renumbers its
 trace, and changes no time.
 """
 
@@ -23,15 +23,15 @@ _ROUNDING = 1 + 2.0**-40
 
 
 class Request:
-    """A message, or a collective whose last rank has come, that wants its links.
+    """A request for links, by a message or by a collective that all its ranks have reached.
 
-    ready    from when on it could run
-    said     what the program says about it: decides between requests that become ready at once on different ranks
-    places   rank -> its place among what this rank asks for
-    what     what it is about
-    after    what made it ready, as the caller names it
-    start    when it runs, once that is known: its links carry it from here on
-    until    how long they do
+    ready    the earliest time at which it could run
+    said     what the program says about it: orders requests of different ranks that become ready at once
+    places   rank -> its place in the order of this rank's requests
+    what     the caller's name for it
+    after    the caller's name for what made it ready
+    start    once known, when its links begin to carry it
+    until    when its links are free again
     end      when it has arrived
     """
 
@@ -44,18 +44,18 @@ class Request:
         self.start = self.until = self.end = ready
 
     def seen_from(self, other: Request) -> int:
-        """One of its ranks: if possible, one that the other has too."""
+        """One of its ranks; if possible, one that it shares with the other."""
         return next((rank for rank in self.places if rank in other.places), next(iter(self.places)))
 
 
 class Clock:
-    """Brings things about in the order of modelled time.
+    """Runs events and serves requests in the order of modelled time.
 
-    happens   is called with everything that was put on the agenda, when its time has come
-    booked    is called with each request, once its start and end are known, and with the one that its links carried
-              until then; None if it did not have to wait for them
+    happens   called with each entry of the agenda, at its time
+    booked    called with each request once its start and end are known, and with the request that held its links until
+              then; None if it did not have to wait for them
     until     the end of the current instant
-    share     what a collective takes from computing on its ranks
+    share     the share of its ranks' computing rate that a running collective takes
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class Clock:
     ):
         self.until = 0.0
         self._share = share
-        self._slow: dict[int, list[tuple[float, float]]] = {}  # rank -> when collectives run on it, one after another
+        self._slow: dict[int, list[tuple[float, float]]] = {}  # rank -> spans in which collectives run on it, in order
         self._happens, self._booked = happens, booked
         self._agenda: list[tuple[Any, ...]] = []
         self._asking: list[Request] = []
-        self._last: dict[int, Request] = {}  # link -> what it carries, or has carried last
+        self._last: dict[int, Request] = {}  # link -> the request that it carries, or carried last
 
     def at(self, time: float, *what: Any) -> None:
-        """Call `happens(time, *what)` at that time. Of several at one time, the smallest `what` is first."""
+        """Call `happens(time, *what)` at that time. At equal times, the smallest `what` is first."""
         heappush(self._agenda, (time, *what))
 
     def ask(self, request: Request) -> None:
-        """Ask for links at this instant."""
+        """Request links at this instant."""
         self._asking.append(request)
 
     def run(self, is_known: Callable[[float], bool] = lambda time: True) -> None:
-        """Go on until nothing is left, or until what could still be asked for up to a time `is_known` no longer."""
+        """Run until nothing is left, or up to the first time at which requests may be missing: `is_known` is False."""
         agenda = self._agenda
         while agenda or self._asking:
             if not self._asking:
@@ -97,12 +97,12 @@ class Clock:
                     self._serve_all(asking)
 
     def _serve(self, request: Request) -> None:
-        """Give it its links from when on all of them are free."""
+        """Assign its links, from the time at which all of them are free."""
         start, before = self._begins(request.route.ways, request.ready)
         self._is_served(request, start, start + request.route.held, before)
 
     def _begins(self, ways: Iterable[int], ready: float) -> tuple[float, Request | None]:
-        """From when on all of these links are free, and whom one of them carries until then."""
+        """When all of these links are free, and the request that holds one of them until then."""
         start, before = ready, None
         for way in ways:
             other = self._last.get(way)
@@ -121,8 +121,8 @@ class Clock:
         self._booked(request, before)
 
     def computed(self, rank: int, start: float, seconds: float) -> float:
-        """When a rank is done that computes from `start` on, if no collective begins meanwhile that is not known yet.
-        What it computes next begins later."""
+        """When a computation that a rank begins at `start` ends, given the collectives known so far. Calls for a rank
+        must be in the order of `start`."""
         slow, now, left = self._slow.get(rank, []), start, seconds
         while slow and slow[0][1] <= start:
             slow.pop(0)
@@ -139,7 +139,7 @@ class Clock:
         return now + left
 
     def _serve_all(self, asking: list[Request]) -> None:
-        """Serve what became ready at one instant."""
+        """Serve the requests of one instant."""
         ways = [way for request in asking for way in request.route.ways]
         if len(set(ways)) == len(ways):
             for request in asking:
@@ -157,7 +157,7 @@ class Clock:
                 self._serve_alike(requests)
 
     def _serve_alike(self, requests: list[Request]) -> None:
-        """Serve requests that nothing tells apart: those that want the same link share it, and end together."""
+        """Serve requests that are equal in the order: those that need the same link share it, and end together."""
         for sharing in _sharing(requests):
             if len(sharing) == 1:
                 self._serve(sharing[0])
@@ -170,7 +170,7 @@ class Clock:
 
 
 def _insert(spans: list[tuple[float, float]], span: tuple[float, float]) -> None:
-    """Add a span to others, which come one after another; spans that touch become one."""
+    """Add a span to sorted disjoint spans; spans that touch are merged."""
     if not spans or span[0] > spans[-1][1]:
         spans.append(span)
         return
@@ -180,7 +180,7 @@ def _insert(spans: list[tuple[float, float]], span: tuple[float, float]) -> None
 
 
 def _in_turn(requests: list[Request]) -> Iterable[list[Request]]:
-    """The requests of one instant in their order. Those that nothing tells apart are in one list."""
+    """The requests of one instant in order; equal ones are in one list."""
     queues: dict[tuple[int, int], list[Request]] = defaultdict(list)
     for request in requests:
         for owned in request.route.owned:
@@ -189,7 +189,7 @@ def _in_turn(requests: list[Request]) -> Iterable[list[Request]]:
         queue.sort(key=lambda request: request.places[rank], reverse=True)  # the first is at the end
     left = requests
     while left:
-        # Where ranks disagree, in a circle, none is first everywhere.
+        # If the orders of the ranks form a cycle, no request is first on all of its ranks.
         first = [one for one in left if all(queues[owned][-1] is one for owned in one.route.owned)] or left
         said = min(request.said for request in first)
         chosen = [request for request in first if request.said == said]
@@ -206,7 +206,7 @@ def _in_turn(requests: list[Request]) -> Iterable[list[Request]]:
 
 
 def _sharing(requests: list[Request]) -> list[list[Request]]:
-    """The requests, together with those that want one of the same links."""
+    """The requests, grouped with those that need one of the same links."""
     if max(Counter(way for request in requests for way in request.route.ways).values(), default=1) == 1:
         return [[request] for request in requests]
     groups: list[tuple[set[int], list[Request]]] = []

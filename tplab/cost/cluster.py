@@ -1,18 +1,18 @@
-"""Clusters: chips, the links between them, and how long each takes; every figure has its source.
+"""Clusters: chips and the links between them, with a source for every figure.
 
 On data sheets there are only two formulas:
 
     compute    launch + max(FLOPs / peak, bytes / memory bandwidth)     the roofline, Williams et al. 2009
     message    latency + bytes / bandwidth                              Hockney 1994
 
-Peaks are what data sheets promise. Real programs reach only part of them, and their small operations may start sooner
-than is assumed here. So times at peak rates compare designs, but are neither forecasts nor bounds. A *forecast*
-("h100-measured") has constants fitted to what others measured, and says how far off it is on rows that it has not seen:
+Peaks come from data sheets. Real programs reach only part of them, and their small operations may start sooner than
+is assumed here. So times at peak rates compare designs, but are neither forecasts nor bounds. A *forecast*
+("h100-measured") has constants fitted to published measurements, and states its error on rows that it has not seen:
 `Cluster.kind` and `Cluster.label` say which it is.
 
-A cluster is a chip, a node and a fabric: what computes, what joins the ranks of a node, and what joins nodes. `find`
-knows some of each by name (`tplab.cost.named`). You can define your own, or change one figure of a known one with
-`dataclasses.replace`:
+A cluster is a chip, a node and a fabric: what computes, what connects the ranks of a node, and what connects nodes.
+`find` knows some of each by name (`tplab.cost.named`). You can define your own, or change one figure of a known one
+with `dataclasses.replace`:
 
     mine = Cluster("mine", chip=H100, inner_link=Link("PCIe 5 x16", latency=5e-6, bandwidth=64e9))
 """
@@ -43,22 +43,25 @@ class Cluster:
     """The chips that a program runs on, one per rank, and the links that connect them.
 
     inner_link   between two ranks of one node
-    node_size    how many consecutive ranks make a node (8: ranks 0..7, 8..15, ...); None: all ranks are one node
+    node_size    how many consecutive ranks form a node (8: ranks 0..7, 8..15, ...); None: all ranks are in one node
     outer_link   between ranks of different nodes: from one network card to another
     cards        network cards of a node: one per rank if not given. If there are fewer, neighbours share one; if there
                  are more, each rank has several and sends through all of them
     oversubscription    by how much the network between nodes is too small for all cards at once: with 2, every card
                  gets half of its bandwidth
-    communication_share     the part of a chip that is taken from computing while a collective runs: 16 / 132 where its
-                 kernels run on 16 of an H100's 132 SMs. Computing that is under way is slowed by it
+    communication_share     the part of a chip that a running collective takes from computing: 16 / 132 if its kernels
+                 run on 16 of an H100's 132 SMs. A computation in progress slows down accordingly
 
-    fitted       what was measured in such a node; None: everything comes from data sheets
+    fitted       constants measured in such a node; None: everything comes from data sheets
     fabric       what was measured of the network between nodes. A fitted cluster without one takes the latency and the
                  bandwidth of outer_link for it. Data sheets alone have none
 
     wiring       "switch": every rank has one outgoing port, as fast as the link, which all its messages within the node
                  share (NVSwitch, Ethernet). "torus": every rank has its own link to each neighbour, so messages up and
-                 down a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus
+                 down a ring do not slow each other down (TPU); the axes of the mesh are then the axes of the torus.
+                 Collectives go around in one direction: that is what they take along an axis whose ends are not joined
+                 (of a v5e, one of fewer than 16 chips), and twice what XLA's take along one that is a ring, where both
+                 directions carry half each (Austin et al. 2025, How to Scale Your Model, part 3)
     """
 
     name: str
@@ -119,12 +122,12 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """Where its times come from: "data sheet", at peak rates, or "forecast", fitted to measurements."""
+        """The source of its times: "data sheet", at peak rates, or "forecast", fitted to measurements."""
         return "data sheet" if self.fitted is None else "forecast"
 
     @property
     def label(self) -> str:
-        """What a clock on this cluster is called: "modelled, data sheet", or "forecast, ±5 %"."""
+        """The name of a clock on this cluster: "modelled, data sheet", or "forecast, ±5 %"."""
         return "modelled, data sheet" if self.fitted is None else self.kind_text
 
     @property
@@ -133,11 +136,11 @@ class Cluster:
         return self.kind_on(1)
 
     def kind_on(self, num_ranks: int) -> str:
-        """The kind, and a forecast's median error on rows that it has not seen, for a program on so many ranks.
+        """The kind, and a forecast's median error on rows that it has not seen, for a program on `num_ranks` ranks.
 
-        Between nodes it names the network, whose error counts, too: "EFA, forecast, ±8 %". Where nobody has measured
-        the network, the error is that in one node: "InfiniBand HDR, forecast, ±6 % in a node". Where the constants are
-        another chip's, so is the error: "forecast, ±6 % on an H100".
+        For several nodes it names the network and includes its error: "EFA, forecast, ±8 %". If the network has not
+        been measured, the error is that in one node: "InfiniBand HDR, forecast, ±6 % in a node". If the constants are
+        those of another chip, so is the error: "forecast, ±6 % on an H100".
         """
         several = self.node_size is not None and num_ranks > self.node_size
         where = f"{self.network}, " if several else ""
@@ -154,13 +157,13 @@ class Cluster:
 
     @property
     def network(self) -> str:
-        """What joins its nodes, by name: the fabric that was measured, or the link."""
+        """The name of the network between nodes: the measured fabric, or the link."""
         return "no network" if self.outer_link is None else (self.fabric or self.outer_link).name
 
     def link(self, a: int, b: int, *, at_once: bool = False) -> Link:
         """The link that carries a message from rank `a` to rank `b`. A message to itself takes no time.
 
-        at_once   every rank of their nodes sends as much at the same time: those that share a card have a part of it
+        at_once   every rank of their nodes sends as much at the same time, so ranks that share a card split it
         """
         if a < 0 or b < 0:
             raise ClusterError(f"cluster {self.name!r}: no link from rank {a} to rank {b}; ranks count from 0")
@@ -175,7 +178,7 @@ class Cluster:
 
     @cached_property
     def _between(self) -> Link:
-        """The link from a rank to one of another node: the part of the network that is its own."""
+        """The link from a rank to one of another node, for the rank's own share of the network."""
         link = self._between_cards if self._fabric is None else self._fabric.link(self._between_cards)
         cards = max(1, self.num_cards // (self.node_size or 1))
         return link if cards == 1 else replace(link, bandwidth=link.bandwidth * cards)
@@ -189,7 +192,7 @@ class Cluster:
 
     @cached_property
     def _fabric(self) -> Fabric | None:
-        """The measured network; of a fitted cluster without one, what the data sheet of its cards says."""
+        """The measured network; for a fitted cluster without one, the figures of its cards' data sheet."""
         if self.fabric is not None or self.fitted is None or self.outer_link is None:
             return self.fabric
         latency = self.outer_link.latency
@@ -201,18 +204,18 @@ class Cluster:
         return 0 if self.node_size is None else self.node_size if self.cards is None else self.cards
 
     def port(self, rank: int) -> int:
-        """The rank whose way out of the node `rank` uses: its own, or the first of those that share a card."""
+        """The rank whose network card `rank` uses: itself, or the first rank of those that share a card."""
         if self.node_size is None or self.num_cards >= self.node_size:
             return rank
         return rank - rank % (self.node_size // self.num_cards)
 
     def group_link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link on a ring of messages over `ranks`: each of its rounds lasts as long as its slowest hop.
+        """The slowest link on a ring of messages over `ranks`: each round lasts as long as its slowest hop.
 
-        This is for rings that a program builds of messages. A collective over several nodes runs many rings at once:
-        `collective_seconds`.
+        This is for rings that a program builds from messages. A collective over several nodes runs many rings at once:
+        see `collective_seconds`.
 
-        Slowest means the least bandwidth and, if that is equal, the most latency. One rank alone needs no link.
+        Slowest means the least bandwidth and, if that is equal, the most latency. A single rank needs no link.
         """
         if len(ranks) == 0:
             raise ClusterError(f"cluster {self.name!r}: a group of no ranks has no links; give one rank at least")
@@ -223,11 +226,11 @@ class Cluster:
         """How long one collective takes.
 
         op       one of tplab.cost.OPS
-        nbytes   size of the whole tensor: what all_gather and gather put together, and what every rank has before an
-                 all_reduce, a reduce_scatter, an all_to_all (each rank its own) or a broadcast
-        ranks    a number of ranks, from rank 0 on, or their numbers
-        at_once  the other ranks of these nodes do the same at the same time, in groups of their own, as in a training
-                 step: those that share a card have a part of it. Without it this collective has the cards to itself
+        nbytes   size of the whole tensor: the result of all_gather and gather, and the input of each rank of an
+                 all_reduce, a reduce_scatter, an all_to_all or a broadcast
+        ranks    a number of ranks, from rank 0 on, or a sequence of ranks
+        at_once  the other ranks of these nodes do the same at the same time, in their own groups, as in a training
+                 step, so ranks that share a card split it. Otherwise this collective has the cards to itself
         """
         group = self._group(ranks)
         return self.collective_cost(
@@ -279,7 +282,7 @@ class Cluster:
         return {}
 
     def _levels(self, group: Sequence[int], at_once: bool) -> Levels | None:
-        """The nodes that the ranks are in; None if it is only one."""
+        """The nodes that the ranks are in; None if they are all in one."""
         if self.node_size is None:
             return None
         key = (group if isinstance(group, (tuple, range)) else tuple(group)), at_once
@@ -312,10 +315,10 @@ class Cluster:
     ) -> float:
         """The roofline of this cluster's chip: launch + max(flops / peak(dtype), bytes / memory bandwidth).
 
-        matmul      (m, n, k, batch), if the operation is a matmul: where the chip's kernels have been measured, it
-                    takes what `Chip.matmul_seconds` says
-        attention   if it is fused attention: there it takes what `Chip.attention_seconds` says of the oldest kernels
-                    that were measured, which on H100 and A100 are those of torch
+        matmul      (m, n, k, batch), if the operation is a matmul. If the chip's kernels have been measured, it takes
+                    `Chip.matmul_seconds`
+        attention   if it is fused attention. It then takes `Chip.attention_seconds` with the oldest measured kernels,
+                    which on H100 and A100 are those of torch
         """
         kernels = self.chip.kernels
         if matmul is not None and kernels is not None:

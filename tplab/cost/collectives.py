@@ -1,4 +1,4 @@
-"""What each operation costs: seconds, hops and bytes of the collectives by algorithm; FLOPs and bytes of a product.
+"""What each collective costs, by algorithm: seconds, hops and bytes.
 
 R ranks; n bytes: the size of *this rank's input* to the operation; L = ceil(log2 R); one message of b bytes takes
 latency + b / bandwidth (tplab.cost.Link). A rank can send one message and receive another at the same time, not more.
@@ -73,9 +73,9 @@ def collective(
     op          one of OPS
     nbytes      size of this rank's input: the shard for all_gather, the whole tensor for the others
     num_ranks   how many ranks; on a cluster, these are the first ones, or give a sequence of their numbers
-    link        what joins every two of them; or the cluster, or its name. A run on that cluster takes just as long
-    algorithm   a name from the table at the top of this file. If it is not given, it is the ring over a link, and
-                on a cluster what is fastest: between nodes, a tree if there are few bytes (tplab.cost.nodes)
+    link        the link between every two ranks; or a cluster or its name, on which a run takes just as long
+    algorithm   a name from the table at the top of this file. By default, the ring over a link, and on a cluster the
+                fastest: between nodes, a tree if there are few bytes (tplab.cost.nodes)
 
     seconds = hops * latency + (bytes that pass one link one after another) / bandwidth. One rank alone sends nothing.
     """
@@ -90,7 +90,7 @@ def best(
 ) -> Cost:
     """The fastest of the known algorithms for these figures; `.algorithm` says which one it is.
 
-    On a cluster, these are the algorithms that its collectives use, and so this is what a run takes.
+    On a cluster, these are the algorithms that its collectives use, so a run takes exactly this long.
     """
     if not isinstance(link, Link):
         return collective(op, nbytes, num_ranks, link)
@@ -99,7 +99,7 @@ def best(
 
 
 def lower_bound(op: str, nbytes: float, num_ranks: int, link: Link, links_per_rank: int = 1) -> Cost:
-    """What no algorithm can beat, as long as only ranks compute (a switch that adds, as SHARP's does, can beat it).
+    """A bound that no algorithm can beat, as long as only ranks compute (a switch that adds, such as SHARP's, can).
 
     hops    every rank's data must reach every other rank. With k links, a hop multiplies the number of ranks that have
             it by at most k + 1: log(R) / log(k + 1) hops. A permutation needs one.

@@ -1,4 +1,4 @@
-"""Chips and links as their data sheets promise; every figure has its source."""
+"""Chips and links by their data sheets; every figure has its source."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""The network between nodes, as measured: what a hop to another node costs, and which part of the cards is reached.
+"""The network between nodes, as measured: the cost of a hop to another node, and the share of the cards' bandwidth.
 
-R ranks in k nodes, of which each has g, with c cards of their own; S bytes: the whole tensor; inside(S): what NCCL
-takes in one node of g ranks, and start: before its first byte. A card gives B = its bandwidth x reached / k^fall. An
+R ranks in k nodes, each with g ranks and c cards of its own; S: bytes of the whole tensor; inside(S): NCCL's time in
+one node of g ranks; start: the time before its first byte. A card gives B = its bandwidth x reached / k^fall. An
 all_reduce takes 2 laps or the tree, whichever is faster; an all_gather and a reduce_scatter take 1 lap.
 
     ring         laps [(k-1) hop + (R-k) near] + max(inside(S), start + laps (R-1)/R S / (c B))
@@ -9,10 +9,10 @@ all_reduce takes 2 laps or the tree, whichever is faster; an all_gather and a re
     all_to_all   begin + (R-1) peer + max(inside of the own node's part, S (R-g)/R / (card x by_peers))
 
 The two levels work at the same time, so bytes take as long as the slower level. Latencies do not overlap: a ring over
-nodes waits for each of its hops. Everything that sends between nodes is priced here: runs, traces and forecasts ask
-`Cluster.collective_cost`.
+nodes waits for each of its hops. Runs, traces and forecasts all use this model, through `Cluster.collective_cost`.
 
-Sources. NCCL builds its rings and trees so (src/graph/connect.cc); the shape was found on the tables in `measured/`.
+Sources. NCCL builds its rings and trees this way (src/graph/connect.cc); the formulas were chosen on the tables in
+`measured/`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Error(NamedTuple):
-    """How far off a forecast is on rows that it was not fitted to: shares of the measured time.
+    """The error of a forecast on rows that it was not fitted to, as shares of the measured time.
 
-    median   half of the rows are nearer
-    most     nine of ten rows are nearer
+    median   of the rows' errors
+    most     the 90th percentile of the rows' errors
     """
 
     median: float
@@ -43,19 +43,19 @@ class Error(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """A network between nodes, beside the data sheet of its cards (`Cluster.outer_link`).
+    """A network between nodes, in addition to the data sheet of its cards (`Cluster.outer_link`).
 
-    name       as people say it: "InfiniBand NDR"
+    name       its common name: "InfiniBand NDR"
     reached    share of a card's bandwidth that two nodes would reach
-    fall       with k nodes, bandwidth falls as 1 / k^fall: others use the network too, and the slowest of more and more
+    fall       with k nodes, bandwidth falls as 1 / k^fall: others use the network too, and the slowest of ever more
                cards sets the pace
     hop        s for a hop to another node
-    near       s for each hop within a node of a ring that goes on to other nodes
+    near       s for each hop within a node, on a ring over several nodes
     tree       s for each step of a tree over the nodes
     begin      s before an all_to_all's first byte
     peer       s for each other rank in an all_to_all
     by_peers   share of a card's bandwidth that an all_to_all reaches
-    error      how far off it is; None: nobody has measured it
+    error      of its forecasts; None: it has not been measured
     source     where the constants come from
     """
 
@@ -83,7 +83,7 @@ class Fabric:
                 )
 
     def link(self, card: Link, nodes: int = 2) -> Link:
-        """What a message between two nodes takes, while `nodes` nodes use the network."""
+        """The link of a message between two nodes, while `nodes` nodes use the network."""
         return Link(
             f"{card.name}, as {self.name} reaches it", self.hop, card.bandwidth * self._share(nodes), self.source
         )
@@ -91,8 +91,8 @@ class Fabric:
     def cost(self, op: str, whole: float, levels: Levels, nccl: Nccl) -> Cost:
         """An all_reduce, all_gather, reduce_scatter or all_to_all of `whole` bytes over the nodes in `levels`.
 
-        Nodes may have different numbers of ranks: the one with the fewest cards sets the pace, and the longest chain of
-        ranks the latency.
+        Nodes may have different numbers of ranks: the node with the fewest cards sets the pace, and the longest chain
+        of ranks the latency.
         """
         R, k = levels.num_ranks, len(levels.nodes)
         most = max(node.ranks for node in levels.nodes)
@@ -114,7 +114,7 @@ class Fabric:
         )
 
     def _all_to_all(self, whole: float, levels: Levels, nccl: Nccl) -> Cost:
-        """Each rank sends what belongs to other nodes by its own share of the cards, and the rest over its own link."""
+        """Each rank sends to other nodes through its share of the cards, and to its own node over its own link."""
         R, slowest = levels.num_ranks, 0.0
         for node in levels.nodes:
             inside = nccl.taken("all_to_all", whole * node.ranks / R, node.ranks).seconds

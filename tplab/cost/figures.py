@@ -1,4 +1,4 @@
-"""Figures of chips and links: what is a possible one, and how it is printed."""
+"""Figures of chips and links: which values are possible, and how they are printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tplab.errors import ClusterError
 
 
 def check(what: str, name: str, value: object, *, zero: bool = False, infinite: bool = False) -> None:
-    """Raise ClusterError if a figure is not a number, or not a possible one."""
+    """Raise ClusterError unless a figure is a number in the allowed range."""
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     enough = number >= 0 if zero else number > 0  # False for nan
     if not enough or (number == math.inf and not infinite):

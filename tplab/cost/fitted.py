@@ -1,4 +1,4 @@
-"""What is known of a kind of node beyond its data sheets: the constants that were fitted, and how far off they are."""
+"""Constants fitted to measurements of a kind of node, beyond its data sheets, and their errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class Fitted:
     """Collectives as measured.
 
     nccl      collectives in a node
-    errors    how far off it is: of "collectives" in a node, of "matmuls", of "attention". What is missing was not
-              measured
-    source    by whom it was measured
-    borrowed  the chip that was measured, where it is another one: "an H100"
+    errors    of forecasts of "collectives" in a node, "matmuls" and "attention"; those not measured are missing
+    source    who measured it
+    borrowed  the chip that was measured, if it is another one: "an H100"
     """
 
     nccl: Nccl
@@ -36,11 +35,11 @@ class Fitted:
         return Fitted, (self.nccl, dict(self.errors), self.source, self.borrowed)
 
     def cost(self, op: str, nbytes: float, num_ranks: int, levels: Levels | None, fabric: Fabric | None) -> Cost:
-        """A collective whose ranks have an input of `nbytes` each: over the nodes in `levels`, which `fabric` joins, or
-        in one of them.
+        """A collective with an input of `nbytes` per rank: over the nodes in `levels`, connected by `fabric`, or in one
+        node.
 
-        What was not measured (a broadcast, say) starts as NCCL does, and then takes what its algorithm takes over a
-        link with NCCL's hops and bandwidth.
+        A collective that was not measured, such as a broadcast, takes NCCL's start, and then the time of its algorithm
+        over a link with NCCL's hop and bandwidth.
         """
         if num_ranks == 1:
             return Cost(0.0, 0, 0)

@@ -1,7 +1,7 @@
-"""How long the kernels of a GPU take, as measured: matmuls in tiles and waves, and memory that is really reached.
+"""How long the kernels of a GPU take, as measured: matmuls in tiles and waves, and the memory bandwidth reached.
 
-A matmul [m, k] @ [k, n] is cut into tiles of C, and k into `split` parts, one for each group of tiles; a tile is the
-work of one multiprocessor, and as many tiles as there are multiprocessors are one wave:
+A matmul [m, k] @ [k, n] is cut into tiles of C, and k into `split` parts, one for each group of tiles. A tile is the
+work of one multiprocessor, and a wave is one tile on each multiprocessor:
 
     waves   = ceil(ceil(m / tile_m) ceil(n / tile_n) split / multiprocessors)
     tile    = finish tile_m tile_n + ceil(k / split / 64) step
@@ -10,11 +10,11 @@ work of one multiprocessor, and as many tiles as there are multiprocessors are o
     memory  = bytes / (share of the bandwidth); a left matrix that fits into the cache counts RESIDENT of its bytes
     seconds = START + the longer of (waves tile, memory) + (split > 1: SPLIT + partial sums, written and read)
 
-The fastest of all tiles and splits is taken, which is what cuBLAS tries to do. "The longer of" is a soft maximum,
-(a^4 + b^4)^(1/4): two limits that are close hinder each other.
+The model takes the fastest of all tiles and splits, as cuBLAS tries to do. "The longer of" is a soft maximum,
+(a^4 + b^4)^(1/4), because two limits that are close hinder each other.
 
-Products of numbers of 8 bit are written in 16. `benchmarks.fit.chips` fits the constants, for each kind of GPU and for
-dtypes of 16 and of 8 bit; START and SPLIT of an A100 and an H100 are the same, and RESIDENT is that of all.
+Products of 8-bit numbers are written in 16 bit. `benchmarks.fit.chips` fits the constants for each kind of GPU, and for
+16-bit and 8-bit dtypes. An A100 and an H100 have the same START and SPLIT, and all GPUs have the same RESIDENT.
 
 Sources. NVIDIA, "Matrix Multiplication Background User's Guide": tiles, waves and their quantisation; tile shapes and
 split-k as in CUTLASS.
@@ -36,7 +36,7 @@ _TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (64, 256), (256, 64), (128
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _WAYS = np.array([(*tile, split) for tile, split in product(_TILES, _SPLITS)], float).T
 _DEPTH = 128
-"""Bytes of k that one step takes in: 64 elements of bfloat16."""
+"""Bytes along k that one step processes: 64 elements of bfloat16."""
 _CACHED = 0.8
 """A matrix of up to this share of the cache stays in it."""
 
@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
     load     B/s at which a multiprocessor loads tiles
     finish   s for writing a tile, per element of it
     start    s from the start of a kernel to its end, if it has nothing to do
-    split    s for adding up what the parts of k give
+    split    s for adding up the results of the parts of k
     """
 
     flops: float
@@ -60,15 +60,15 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What one kind of GPU reaches.
+    """The measured kernels of one kind of GPU.
 
-    wide              its matmuls in 16 bit, which serve wider dtypes too
-    narrow            its matmuls in 8 bit; None: nobody has measured them, and those in 16 bit serve
+    wide              its matmuls in 16 bit, used for wider dtypes too
+    narrow            its matmuls in 8 bit; None: not measured, and those in 16 bit are used
     bandwidth         share of the memory bandwidth
-    multiprocessors   how many there are (data sheet)
-    cache             B of the cache that all of them share (data sheet)
+    multiprocessors   their number (data sheet)
+    cache             B of the cache that they share (data sheet)
     resident          share of the bytes of a left matrix in the cache that still counts
-    attention         its kernels of fused attention, the newest last
+    attention         its kernels for fused attention, the newest last
     """
 
     wide: Tiles
@@ -80,7 +80,7 @@ class Kernels:
     attention: tuple[Attention, ...] = ()
 
     def attention_of(self, name: str | None, chip: str) -> Attention:
-        """The kernels of attention of this generation; None: the newest."""
+        """The attention kernels of this generation; None: the newest."""
         found = [kernel for kernel in self.attention if name in (None, kernel.name)]
         if not found:
             known = " and ".join(repr(kernel.name) for kernel in self.attention) or "none"
@@ -125,7 +125,7 @@ def matmul_flops(m: int, k: int, n: int, batch: int = 1) -> int:
 
 
 def matmul_bytes(m: int, k: int, n: int, itemsize: int, batch: int = 1) -> int:
-    """What [m, k] @ [k, n] reads and writes if each number moves once: (m k + k n + m n) * itemsize."""
+    """Bytes that [m, k] @ [k, n] reads and writes if each number moves once: (m k + k n + m n) * itemsize."""
     return batch * (m * k + k * n + m * n) * itemsize
 
 

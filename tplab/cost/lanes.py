@@ -1,7 +1,7 @@
-"""Lanes: what the ranks of a program do, each in the order of its program, and when all of it happens.
+"""Lanes: what the ranks of a program do, each in program order, and when it happens.
 
-While a program runs, its ranks note what they do in a `Log`. No times are needed for that, and so it does not matter in
-which order ranks have their turns. `Lanes` works the times out afterwards.
+While a program runs, its ranks note in a `Log` what they do, without times, so the order in which ranks take turns does
+not matter. `Lanes` computes the times afterwards.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tplab.cost.clock import Clock, Request
 from tplab.cost.links import Links, Route
 
 COMPUTE, WAIT, SEND, ISSUE, ROUND, MARK, AFTER = range(7)
-"""What a lane can do, with two numbers (a, b) each:
+"""What a lane can do, each with two numbers (a, b):
 
 COMPUTE   for `a` seconds
-SEND      a message of the form `a`
-ISSUE     its part of collective `a`, of the form `b`; it goes on at once
-WAIT      until entry `a` has arrived: a SEND, or an ISSUE of its own. `b` is for the caller, -1 to pass over the wait
-ROUND     as WAIT, but only on the clock that counts hops
-MARK      nothing: a moment, `a` seconds from here
-AFTER     goes on because of another lane, after that one's MARK `a`
+SEND      a message of form `a`
+ISSUE     its part of collective `a`, with form `b`, without waiting for it
+WAIT      until entry `a` has arrived: a SEND, or its own ISSUE. `b` is for the caller; -1: the wait is not reported
+ROUND     like WAIT, but only on the clock that counts hops
+MARK      a point in time, `a` seconds from here
+AFTER     wait for MARK `a` of another lane
 """
 
 _BLOCK = 1 << 18
@@ -34,14 +34,14 @@ _CHUNK = 1 << 12
 
 
 class Log:
-    """What the lanes of a program have done: entries, each with a number.
+    """What the lanes of a program have done, as numbered entries.
 
     A lane is a rank, or a thread of one. The lanes of a rank compute one at a time.
     """
 
     def __init__(self) -> None:
         self.ranks: list[int] = []  # of each lane
-        self.messages: list[tuple[int, int, int, tuple[Any, ...]]] = []  # by form: from, to, bytes, what is said of it
+        self.messages: list[tuple[int, int, int, tuple[Any, ...]]] = []  # by form: source, target, bytes, said
         self.collectives: list[tuple[str, tuple[int, ...], int, tuple[Any, ...]]] = []  # op, group, bytes, said
         self.num_collectives = 0
         self._entries: list[float] = []  # flat: lane, what it does, a, b
@@ -57,12 +57,12 @@ class Log:
         return len(self.ranks) - 1
 
     def message_form(self, source: int, target: int, num_bytes: int, *said: Any) -> int:
-        """The form of messages between these two ranks. `said` is what the program says about them, in any words."""
+        """The form of messages between these two ranks. `said` is what the program says about them, in any form."""
         self.messages.append((source, target, num_bytes, said))
         return len(self.messages) - 1
 
     def collective_form(self, op: str, group: tuple[int, ...], num_bytes: int, *said: Any) -> int:
-        """The form of collectives over this group, as one rank issues them with an input of so many bytes."""
+        """The form of collectives over this group, as one rank issues them with an input of `num_bytes`."""
         self.collectives.append((op, group, num_bytes, said))
         return len(self.collectives) - 1
 
@@ -97,8 +97,8 @@ class Log:
 class Times(NamedTuple):
     """When each entry of a log began and ended: a SEND on its link, an ISSUE as the collective ran, a MARK at once.
 
-    after   the entry that held each one up: the one before it on its rank, what arrived, or what its links carried, on
-            whichever rank. Then it begins, but for a WAIT, which ends. -1: nothing did
+    after   the entry whose end each entry had to wait for before it could begin (a WAIT: before it could end): the
+            previous one on its rank, the one that arrived, or the one its links carried, on any rank. -1: none
     """
 
     start: np.ndarray
@@ -107,10 +107,10 @@ class Times(NamedTuple):
 
 
 class Lanes:
-    """Works out when everything in `log` happens on these links; more may be noted in between.
+    """Computes when everything in `log` happens on these links; entries may be added between calls.
 
-    computes   whether computing takes the time that it says; if not, none
-    rounds     whether a ROUND is waited for
+    computes   whether a COMPUTE takes time
+    rounds     whether a ROUND waits
     """
 
     def __init__(self, log: Log, links: Links, *, computes: bool = True, rounds: bool = False):
@@ -123,7 +123,7 @@ class Lanes:
         self._routes: dict[Any, Route] = {}
         self._meetings: dict[int, _Meeting] = {}
         self._waiting: dict[int, list[_Lane]] = {}  # entry -> lanes that wait for it
-        self._computing: dict[int, deque[_Lane]] = {}  # rank -> its lanes that compute, or want to, in this order
+        self._computing: dict[int, deque[_Lane]] = {}  # rank -> the queue of its lanes to compute
 
     def times(self) -> Times:
         """The times of all entries, if nothing follows them."""
@@ -132,7 +132,7 @@ class Lanes:
         return Times(np.array(self._start), np.array(self._end), np.array(self._after))
 
     def is_known(self, entry: int, is_going: Callable[[int], bool]) -> bool:
-        """Whether the time of an entry is certain, whatever lanes that `is_going` note next."""
+        """Whether the time of an entry is final, whatever the lanes that are still `is_going` note next."""
         self._read()
         going = [lane for lane in self._lanes if is_going(lane.number)]
         self._clock.run(lambda time: all(lane.time > time for lane in going if lane.is_done))
@@ -170,7 +170,7 @@ class Lanes:
     # --- what happens --------------------------------------------------------------------------------------------
 
     def _go_on(self, _: float, number: int) -> None:
-        """The lane does what follows, until it has to wait or to let time pass."""
+        """Advance the lane until it has to wait, or until the clock must advance first."""
         lane, start, end, after, until = self._lanes[number], self._start, self._end, self._after, self._clock.until
         is_alone = len(self._lanes_of[lane.rank]) == 1 and not self._share  # nothing can hold up its computing
         time = lane.time
@@ -191,7 +191,7 @@ class Lanes:
             elif does in (WAIT, AFTER) or (does == ROUND and self._rounds):
                 awaited = int(a)
                 arrives = end[awaited]
-                if arrives != arrives:  # it is not known yet
+                if arrives != arrives:  # NaN: not known yet
                     lane.time = time
                     self._waiting.setdefault(awaited, []).append(lane)
                     return
@@ -218,7 +218,7 @@ class Lanes:
         lane.time, lane.is_done = time, True
 
     def _compute(self, lane: _Lane, time: float, entry: int, seconds: float) -> bool:
-        """Compute on a rank where something may hold it up. Returns whether that is done; if not, it goes on later."""
+        """Compute on a rank where something may delay it. Returns whether it is done; if not, the lane resumes."""
         lane.time = time
         if time > self._clock.until:
             self._clock.at(time, lane.number)
@@ -242,7 +242,7 @@ class Lanes:
         return True
 
     def _later(self, lane: _Lane, time: float) -> None:
-        """The lane goes on at that time."""
+        """Resume the lane at that time."""
         lane.time = time
         self._clock.at(time, lane.number)
 
@@ -258,7 +258,7 @@ class Lanes:
         self._clock.ask(Request(route, time, said, {lane.rank: (lane.place, entry)}, (entry,), lane.after))
 
     def _issue(self, lane: _Lane, time: float, entry: int, number: int, form: int) -> None:
-        """The lane's part of a collective, which is ready when all ranks of the group have come."""
+        """Issue the lane's part of a collective, which is ready when all ranks of the group have issued theirs."""
         op, group, num_bytes, said = self._log.collectives[form]
         meeting = self._meetings.get(number)
         if meeting is None:
@@ -286,9 +286,9 @@ class Lanes:
 
 
 class _Lane:
-    """A lane, and how far it has come: the entries that it has noted, of which some are read in.
+    """A lane's progress: its entries, read in chunks.
 
-    time, after   when it goes on, and the entry that it had to wait for; -1: none
+    time, after   when it resumes, and the entry that it had to wait for; -1: none
     """
 
     __slots__ = ("after", "at", "does", "entries", "is_done", "number", "parts", "place", "rank", "size", "time")
@@ -302,7 +302,7 @@ class _Lane:
         self.at = self.size = 0
 
     def read(self) -> bool:
-        """Read in what follows. Returns whether there is anything."""
+        """Read the next chunk. Returns whether there is one."""
         if not self.parts:
             return False
         part, entries = self.parts.popleft()
@@ -312,7 +312,7 @@ class _Lane:
 
 
 class _Meeting:
-    """A collective of which some ranks have come."""
+    """A collective that some of its ranks have issued."""
 
     __slots__ = ("after", "num_bytes", "places", "ready", "said")
 

@@ -1,4 +1,4 @@
-"""A link: what carries messages between two ranks, and how long each takes."""
+"""A link between two ranks, and how long a message over it takes."""
 
 from __future__ import annotations
 

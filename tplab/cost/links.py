@@ -9,12 +9,12 @@ from tplab.cost.cluster import Cluster
 
 
 class Route(NamedTuple):
-    """What a message or a collective takes: ports and cards, as numbers, and for how long.
+    """The ports and cards, as numbers, that a message or a collective occupies, and for how long.
 
-    owned     (port or card, rank): whose it is; a card that several ranks share is there for each of them
+    owned     (port or card, rank) pairs; a card that several ranks share appears once for each of them
     ways      these ports and cards, each once
     held      how long it holds all of them
-    latency   how much later it arrives
+    latency   the time from their release to its arrival
     slows     the ranks whose computing it slows meanwhile
     """
 
@@ -26,13 +26,13 @@ class Route(NamedTuple):
 
 
 class Links:
-    """The ways out of every rank of a cluster, each of which carries one thing after another, whatever group it is for.
+    """The outgoing ports and network cards of a cluster's ranks. Each carries one message or collective at a time.
 
     On a switch, a rank has a port for all its messages within its node, and a network card for those to other nodes;
     with fewer cards than ranks, neighbours share one (`Cluster.cards`). On a torus, it has a port to each other rank.
     A message occupies its sender's port or card for bytes / bandwidth seconds and arrives a latency later. A collective
-    occupies each member's port for as long as it takes, and each member's card too if they are in several nodes: so the
-    collectives of one group, which share all of these, run one after another.
+    occupies each member's port for its whole duration, and each member's card too if they are in several nodes. So the
+    collectives of one group run one after another.
     Without a cluster, time counts hops: each message and each collective takes 1, and every pair of ranks has its own
     link.
 
@@ -67,7 +67,7 @@ class Links:
         return _route(tuple(owned), self._seconds(op, num_bytes, group), slows=slows)
 
     def _link(self, source: int, target: int) -> int:
-        """What a message takes from one rank to another."""
+        """The port or card that a message from one rank to another occupies."""
         if not self._shared:
             return self._number("port", source, target)
         return self._number("port", source) if self._node(source) == self._node(target) else self._card(source)

@@ -1,4 +1,4 @@
-"""The clusters that `find` knows: nodes of chips from data sheets, the same as measured, and networks to join them."""
+"""The clusters that `find` knows: nodes from data sheets, the same nodes as measured, and networks to connect them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CARDS: Mapping[str, Link] = MappingProxyType(
         "ethernet-100g": ETHERNET_100G,
     }
 )
-"""The fabrics that `find` knows by name, and what each gives to every GPU of a node by its data sheet."""
+"""The fabrics that `find` knows by name, and the link that each gives every GPU of a node by its data sheet."""
 
 H100_NODE = Cluster("h100", H100, NVLINK_4, node_size=8, outer_link=INFINIBAND_NDR)
 A100_NODE = Cluster("a100", A100, NVLINK_3, node_size=8, outer_link=INFINIBAND_HDR)
@@ -60,9 +60,9 @@ GB300_NVL72 = Cluster("gb300", GB300, NVLINK_5, node_size=72, outer_link=INFINIB
 
 
 def _measured(node: Cluster, fabric: str, gpu: str | None = None) -> Cluster:
-    """The same node with constants fitted to measurements, instead of what data sheets promise.
+    """The same node with constants fitted to measurements, instead of figures from data sheets.
 
-    gpu   whose constants they are, where the node's own chip was not measured
+    gpu   the chip whose constants are used, if the node's own chip was not measured
     """
     known, chip, link = fitted(gpu or node.name), node.chip, node.inner_link
     reached = kernels(gpu or node.name)
@@ -103,7 +103,7 @@ def find(cluster: str | Cluster, fabric: str | None = None) -> Cluster:
     """A cluster by name, or from a file that `tplab.measure` wrote; a Cluster is returned unchanged.
 
     "h100", "h200", "a100", "b200", "b300"                nodes of 8 from data sheets
-    "gb200", "gb300"                                      NVL72: 72 GPUs that NVLink joins as one node
+    "gb200", "gb300"                                      NVL72: 72 GPUs that NVLink connects as one node
     "tpu_v5e", "laptop", "ethernet"                       likewise from data sheets
     "h100-measured", "a100-measured", "b200-measured"     forecasts, fitted to measurements
     "h200-measured"                                       an H100's constants, and an H200's memory
@@ -133,7 +133,7 @@ def _find(cluster: str | Cluster) -> Cluster:
 
 
 def _joined_by(cluster: Cluster, fabric: str) -> Cluster:
-    """The cluster's nodes, joined by another network."""
+    """The cluster's nodes, connected by another network."""
     if cluster.outer_link is None:
         raise ClusterError(f"cluster {cluster.name!r} is one node, so no fabric joins it; it cannot have {fabric!r}")
     if str(fabric).endswith(".json"):

@@ -1,7 +1,7 @@
 """How long NCCL takes within one node, as measured: start, hops, three protocols, rings and sums in the switch.
 
-S bytes (the whole tensor; of an all_to_all what each rank has), R ranks, h hops: R-1, and 2(R-1) for an all_reduce. Of
-the tensor, y = (h + 1)/R S bytes pass a rank, and its link carries x = (h + copy)/R S: `copy` is for the part that a
+S bytes (the whole tensor; for an all_to_all the input of each rank), R ranks, h hops: R-1, and 2(R-1) for an
+all_reduce. y = (h + 1)/R S bytes pass a rank, and its link carries x = (h + copy)/R S: `copy` is for the part that a
 rank only copies within its own memory.
 
     few bytes      start + h hop + min(y / ll, middle + y / ll128)              protocols LL and LL128
@@ -9,13 +9,13 @@ rank only copies within its own memory.
     all_reduce     S (1 + 1/R) / in_switch for x / bandwidth where the switch adds (NVLS: three ranks or more, H100 on)
     all_to_all     start' + (R-1) hop' + min(S/R / ll', large' + ramp' sqrt(x') + x' / bandwidth'); x' has peer_copy
 
-|(a, b)| is the root of a^2 + b^2: each hop waits for a whole chunk, and where there are many bytes, chunks that follow
-hide that. NCCL does not take what is fastest: it guesses, by a table of its own. So at `switch` the time jumps, as it
-does in the rows. ramp sqrt(x) is not NCCL's formula but what its time looks like: bandwidth is reached only by and by,
-as more channels and larger pieces are used.
+|(a, b)| is the root of a^2 + b^2: each hop waits for a whole chunk, and if there are many bytes, the following chunks
+hide that. NCCL chooses the protocol by its own tuning table, which is not always the fastest. So the time jumps at
+`switch`, as the measurements do. ramp sqrt(x) is not NCCL's formula but describes its measured time: it reaches the
+full bandwidth only gradually, as it uses more channels and larger pieces.
 
-Nine constants belong to a kind of GPU. How the protocols compare is the same for all: `Ratios`, of which eight are
-fitted to all kinds together and one, peer_ramp, was chosen. `python -m benchmarks.fit.chips` fits them again.
+Nine constants belong to a kind of GPU. The ratios between protocols are the same for all: `Ratios`, of which eight are
+fitted to all kinds together, and one, peer_ramp, was chosen. `python -m benchmarks.fit.chips` fits them.
 
 Sources. NCCL, src/graph/tuning.cc (protocols, start and hops); Hu et al. 2025, "Demystifying NCCL".
 """
@@ -30,10 +30,10 @@ from tplab.errors import ClusterError
 
 
 class Ratios(NamedTuple):
-    """How the protocols compare, on every kind of GPU.
+    """The ratios between protocols, the same on every kind of GPU.
 
     ll128, ll           s per byte: of LL128 as a multiple of Simple's, of LL as a multiple of LL128's
-    copy                parts of the tensor that each rank copies besides what it sends
+    copy                parts of the tensor that each rank copies, besides those that it sends
     start               of an all_to_all, as a multiple of the other collectives'
     peer_hop            s per rank in an all_to_all, as a multiple of `hop`
     peer_ll             s per byte that one rank has for another, in a small all_to_all
@@ -54,7 +54,7 @@ class Ratios(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a collective takes, and the protocol: "LL", "LL128", "Simple", "NVLS"."""
+    """The time of a collective, and its protocol: "LL", "LL128", "Simple", "NVLS"."""
 
     seconds: float
     protocol: str
@@ -70,7 +70,7 @@ class Nccl:
     wait        s that a hop waits for a chunk, with Simple
     ramp        s per square root of a byte
     bandwidth   B/s over a rank's link, with Simple
-    switch      B that pass a rank from which NCCL takes Simple
+    switch      B passing a rank from which NCCL uses Simple
     in_switch   B/s of a sum in the switch; 0: the switch does not add
     peer_copy   `copy` of an all_to_all
     """
@@ -93,7 +93,7 @@ class Nccl:
 
     @property
     def message_latency(self) -> float:
-        """s for a message from one rank to another, beside its bytes."""
+        """s for a message from one rank to another, before its bytes."""
         return self.start * self.ratios.start + self.hop * self.ratios.peer_hop
 
     @property

@@ -1,8 +1,8 @@
-"""Collectives over several nodes, in each of which links are fast, and between which every rank has a card.
+"""Collectives over several nodes, with fast links within each node and network cards between them.
 
-R ranks in k nodes; S bytes: the whole tensor. A ring passes every rank of a node and then goes on to the next node. A
-node has c cards, so c rings run at once, each through another card and with 1/c of the tensor. Then all fast links and
-all cards are busy all the time, and the slower of the two levels sets the pace:
+R ranks in k nodes; S: bytes of the whole tensor. A ring passes every rank of a node and then goes on to the next node.
+A node has c cards, so c rings run at once, each through its own card and with 1/c of the tensor. Then all fast links
+and all cards are always busy, and the slower of the two levels sets the pace:
 
     all_reduce       2(R-1)/R S bytes pass   the link of every rank, at B_link      time = the larger of the two
                                              the c cards of every node, at c B_card
@@ -10,14 +10,14 @@ all cards are busy all the time, and the slower of the two levels sets the pace:
     broadcast, reduce            S,          likewise, in pieces, one after the other
 
 Of the R-1 hops of one lap, k-1 lead to another node. The tree is a chain within each node and two binary trees over the
-nodes, which share the tensor. It has (R/k - 1) + log2 k hops instead of R-1, and sends a little more: S bytes for
-(R-1)/R S each way. So it is best for few bytes. In one node only the chain is left of it, with as many hops as the
-ring: so 16 ranks in one node take longer for few bytes than in two nodes of 8, where 2 (7 + 1) hops do for 30.
+nodes, which share the tensor. It has (R/k - 1) + log2 k hops instead of R-1, and sends slightly more: S bytes instead
+of (R-1)/R S each way. So it is best for few bytes. In one node the tree is just a chain, with as many hops as the ring:
+for few bytes, 16 ranks in one node take longer, with 30 hops, than in two nodes of 8, with 2 (7 + 1).
 
-In an all_to_all, each rank sends what belongs to other nodes through the cards of its node, and the rest over its own
-link. Both happen at once.
+In an all_to_all, each rank sends to other nodes through the cards of its node, and to its own node over its own link,
+both at once.
 
-Sources. NCCL builds its rings and trees so (src/graph/search.cc, connect.cc) and counts hops so (src/graph/tuning.cc);
+Sources. NCCL builds its rings and trees (src/graph/search.cc, connect.cc) and counts hops (src/graph/tuning.cc) so;
 Hu et al. 2025, "Demystifying NCCL". Two nodes with 8 x 100 Gb/s reach about 600 Gb/s: NVIDIA/nccl, issue 495.
 """
 
@@ -33,7 +33,7 @@ from tplab.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The part of a group that is in one node: so many ranks, and so many cards that are theirs, or parts of cards."""
+    """The part of a group that is in one node: how many ranks, and how many cards they have, which may be fractions."""
 
     ranks: int
     cards: float
@@ -45,7 +45,7 @@ class Levels:
 
     inner   the link between two ranks of a node
     outer   the link from a card to a card of another node
-    own     the cards that one rank has for a message of its own: less than 1 where it shares one that all use at once
+    own     cards per rank for its own messages: less than 1 if ranks share a card and use it at once
     """
 
     nodes: Sequence[Node]
@@ -61,9 +61,9 @@ class Levels:
         return (hops - outer_hops) * self.inner.latency + outer_hops * self.outer.latency
 
     def seconds(self, num_bytes: float) -> float:
-        """As long as `num_bytes` take to pass every rank's link, and the cards of every node: the larger of the two.
+        """The time for `num_bytes` to pass every rank's link, or the cards of every node: the larger of the two.
 
-        If nodes have different numbers of cards, there are only as many rings as the node with the fewest can take.
+        If nodes have different numbers of cards, there are only as many rings as the node with the fewest cards allows.
         """
         between = num_bytes / (min(node.cards for node in self.nodes) * self.outer.bandwidth)
         most = max(node.ranks for node in self.nodes)
@@ -71,7 +71,7 @@ class Levels:
 
 
 _TREES = {"all_reduce": 2, "barrier": 1}
-"""Operations that have a tree, and how often they go through it."""
+"""Operations that have a tree, and how often they traverse it."""
 
 
 def algorithms_over_nodes(op: str) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def algorithms_over_nodes(op: str) -> tuple[str, ...]:
 
 
 def over_nodes(op: str, nbytes: float, levels: Levels, algorithm: str) -> Cost:
-    """One collective over the ranks of several nodes, of which each has an input of `nbytes`."""
+    """One collective over the ranks of several nodes, with an input of `nbytes` per rank."""
     known = algorithms_over_nodes(op)
     if algorithm not in known:
         raise ClusterError(f"no algorithm is named {algorithm!r} for {op} between nodes; there are {', '.join(known)}")
@@ -124,7 +124,7 @@ def _all_to_all(n: float, levels: Levels) -> Cost:
 
 
 def _at_root(op: str, n: float, levels: Levels) -> Cost:
-    """The root, in whichever node that takes longest, receives every other rank's n bytes, or sends them their part."""
+    """The root receives n bytes from every rank, or sends them their parts, in the node where that takes longest."""
     R = levels.num_ranks
     part = n if op == "gather" else n / R
     slowest = 0.0

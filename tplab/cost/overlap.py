@@ -71,7 +71,7 @@ def pays_from(
     limit: int = 1 << 20,
 ) -> int | None:
     """The number of tokens from which the overlapped layer is faster than the blocking one, or None if it is not faster
-    even with `limit` tokens. Powers of two are tried first, and then the numbers between the last two."""
+    even with `limit` tokens. Tries powers of two first, then the numbers between the last two."""
     if mode not in ("gather", "scatter"):
         raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter'")
     seconds = gather_seconds if mode == "gather" else scatter_seconds

@@ -17,8 +17,8 @@ BUCKET_BYTES = 25 << 20
 
 
 class Gradient(NamedTuple):
-    """What is known about a gradient before it is computed: its elements, the bytes of each, and its kind. Gradients of
-    one kind, such as a dtype, can share a flat buffer."""
+    """A gradient before it is computed: its number of elements, the bytes of each, and its kind. Gradients of one kind,
+    such as a dtype, can share a flat buffer."""
 
     size: int
     itemsize: int
@@ -55,10 +55,10 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None) -> tuple[Bucket, ...]:
-    """Put each gradient into one bucket, from the last to the first; the bucket that is full first comes first.
+    """Put gradients into buckets, from the last gradient to the first. Buckets are in the order in which they fill.
 
     gradients      in the order of the parameters, which is that of the forward pass
-    bucket_bytes   the most that a bucket holds. A larger gradient gets its own bucket; None: every gradient does
+    bucket_bytes   the size limit of a bucket. A larger gradient gets its own bucket; None: every gradient does
     Raises ValueError for a negative number of bytes. Li et al. 2020, "PyTorch Distributed", section 3.2.
     """
     limit = _check_bucket_bytes(bucket_bytes)

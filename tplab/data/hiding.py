@@ -1,14 +1,14 @@
 """From how many tokens per rank the messages of a training step are hidden behind its computing.
 
-More tokens mean more computing, and no more bytes: gradients and parameters are as large as the model. So there is a
-number of tokens per rank from which computing takes longer than sending, and messages that travel meanwhile cost no
-time. Where computing and sending run at their peaks, F FLOP/s and B bytes/s, it is (R-1)/R F/B for data parallelism as
-for ZeRO's stage 3, however large the model is.
+More tokens mean more computing but no more bytes, since gradients and parameters are as large as the model. So from
+some number of tokens per rank on, computing takes longer than sending, and messages sent meanwhile cost no time. At
+peak rates, F FLOP/s and B bytes/s, this number is (R-1)/R F/B for data parallelism and for ZeRO stage 3, whatever the
+size of the model.
 
 `tokens_to_hide` finds it for a transformer block in bfloat16 whose parameters travel as one message, from
-`Cluster.collective_seconds` and `Chip.matmul_seconds`. A data sheet ("h100") has peak rates, which is no bound: slower
-kernels hide more, and a slower network needs more. A forecast ("h100-measured") is what to expect. Between nodes both
-are of one network: `thresholds` has them side by side.
+`Cluster.collective_seconds` and `Chip.matmul_seconds`. A data sheet ("h100") has peak rates, and does not give a bound:
+slower kernels hide more, and a slower network needs more tokens. A forecast ("h100-measured") gives realistic numbers.
+`thresholds` compares both, for the networks of `H100S`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tplab.data.quantization import quantized_bytes
 Scheme = Literal["data parallel", "ZeRO 3", "ZeRO++"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 WIDTH = 8192
-"""Of the block: as in a model of 70 billion parameters."""
+"""The default width of the block, as in a model of 70 billion parameters."""
 
 
 H100S: tuple[tuple[str, str], ...] = (
@@ -29,11 +29,11 @@ H100S: tuple[tuple[str, str], ...] = (
     ("h100-measured", "infiniband-ndr"),
     ("h100-measured", "playbook"),
 )
-"""Nodes of 8 H100s and the network between them, as `tplab.cost.find` takes them: those of `thresholds`."""
+"""The clusters of `thresholds`: nodes of 8 H100s and the network between them, as arguments of `tplab.cost.find`."""
 
 
 class StepSeconds(NamedTuple):
-    """Computing and sending of one block, each by itself."""
+    """Seconds that one block computes and sends, each by itself."""
 
     computing: float
     sending: float
@@ -42,9 +42,9 @@ class StepSeconds(NamedTuple):
 class Threshold(NamedTuple):
     """How many tokens per rank hide the messages on a cluster.
 
-    kind        what the number is, and of which network: `Cluster.kind_on`
+    kind        what the number rests on, and the network: `Cluster.kind_on`
     low, high   the same if messages between nodes took less or more time, by the median error of their network; equal
-                to tokens where nobody has measured it, or where there is only one node
+                to tokens if the network was not measured, or if there is only one node
     """
 
     kind: str
@@ -65,7 +65,7 @@ def block_parameters(width: int = WIDTH) -> int:
 def step_seconds(
     scheme: Scheme, tokens: int, cluster: str | Cluster, num_ranks: int, width: int = WIDTH
 ) -> StepSeconds:
-    """How long a block computes, and how long it sends, in the passes whose messages can be hidden.
+    """How long a block computes and how long it sends, in the passes whose messages can be hidden.
 
     M parameters, 2 bytes each; nbytes below is that of the whole tensor.
 
@@ -75,7 +75,7 @@ def step_seconds(
     ZeRO++          forward and backward    all_gather of codes of 8 bits; all_gather of 2 M inside the node; all_to_all
                                             of codes of 4 bits inside the node, and of the node's sums across nodes
 
-    Attention itself, which sends nothing, is left out, and so is what ZeRO++ takes to turn numbers into codes.
+    Attention itself, which sends nothing, is left out, and so is the time for quantisation in ZeRO++.
     """
     known = find(cluster)
     if scheme not in SCHEMES:
@@ -90,7 +90,7 @@ def tokens_to_hide(
 ) -> int:
     """The least number of tokens per rank with which `computing` takes as long as `sending`.
 
-    slower   how many times as long sending takes as the cluster says
+    slower   a factor on the cluster's times for sending
     """
     few, many = 0, 1
     while not _hidden(scheme, many, cluster, num_ranks, width, slower):
@@ -103,7 +103,7 @@ def tokens_to_hide(
 
 
 def thresholds(scheme: Scheme, num_ranks: int, width: int = WIDTH) -> list[Threshold]:
-    """`tokens_to_hide` on H100s: by the data sheet, and as a forecast with each of two networks."""
+    """`tokens_to_hide` on H100s: by the data sheet, and as a forecast for each of two networks."""
     found = list[Threshold]()
     for name, fabric in H100S:
         cluster = find(name, fabric)

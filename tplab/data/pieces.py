@@ -1,4 +1,4 @@
-"""Which elements of which parameter each rank holds if ranks share parameters (ZeRO), along which axes, and what they
+"""Which elements of each parameter a rank holds if ranks share parameters (ZeRO), along which axes, and what they
 send."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pieces:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """How many elements of each parameter are in one row of the message: as many as rank 0 has, which has most."""
+        """The elements of each parameter in one row of the message: as many as rank 0 holds, the most of any rank."""
         return tuple(len(ranges[0]) for ranges in self.ranges)
 
     @cached_property
@@ -87,10 +87,10 @@ def data_axes(
 ) -> tuple[str, ...]:
     """The names in `axis` and `replicate_axis`.
 
-    axis             along which parameters are cut into pieces
-    replicate_axis   along which the pieces are replicated
-    reshard_axis     along which second pieces are cut, as given to `reshard_after_forward`: a part of `axis`, since
-                     ranks along other axes may have other parameters
+    axis             the axis along which parameters are cut into pieces
+    replicate_axis   the axis along which the pieces are replicated
+    reshard_axis     the axis of the second pieces, as given to `reshard_after_forward`: a part of `axis`, since ranks
+                     along other axes may have other parameters
     Raises MeshError if they do not fit together.
     """
     names = mesh.names(axis)
@@ -111,10 +111,10 @@ def data_axes(
 
 
 def check_copies(mesh: Mesh, axis: Axis, copies: Axis, replicate_axis: Axis | None) -> None:
-    """Raise MeshError unless parameters of which only some ranks hold copies, such as experts, can be cut.
+    """Raise MeshError unless parameters that only some ranks replicate, such as experts, can be cut.
 
-    copies           along which ranks hold copies of them: `axis`, or a part of it
-    replicate_axis   where others have copies, if these have none there
+    copies           the axis along which they are replicated: `axis`, or a part of it
+    replicate_axis   must be None: gradients would be summed along it, where such parameters may differ
     """
     way = 'as in axis=("dp", "ep") for experts that are cut along "ep", and have copies along "dp"'
     if not copies:
@@ -139,7 +139,7 @@ class Levels(NamedTuple):
 
     inside, across   the axes of each level
     sizes            of all the axes, in the order in which positions are counted
-    places           the indices of the axes of `inside`, then of `across`, among all axes: rows in the order of
+    places           the indices, among all axes, of the axes of `inside`, then of `across`: rows in the order of
                      positions [R, n], reshaped to [*sizes, n] and permuted by `places`, are [inside, across, n]
     """
 

@@ -27,8 +27,8 @@ LEVELS = {8: 127, 4: 7}
 """Bits -> the largest code."""
 
 INVERSE = {bits: np.float32(1 / level) for bits, level in LEVELS.items()}
-"""1 / L. The scale is computed as a product, because compilers may turn a division by a constant into one, and the bits
-must not depend on that."""
+"""1 / L. The scale is computed as a product, because compilers may turn a division by a constant into a product, and
+the bits must not depend on that."""
 
 SMALLEST = np.float32(2.0**-125)
 """The smallest scale: twice the smallest normal float32, so that a subnormal x rounds to 0 whether flushed or not."""

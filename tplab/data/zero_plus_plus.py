@@ -10,8 +10,8 @@ again for the backward pass, and reduce-scatters gradients. With two levels, eac
     qgZ  gradients are sent as codes of 4 bits                   M          M         M/4     2.25 M
     all three                                                  M/2          0         M/4     0.75 M
 
-and 4 bytes of scale for each block of codes. The second piece is cut from what the forward pass has gathered. Together,
-the ranks of a node hold all of it, so the backward pass gathers inside the node, where links are fast, without codes.
+and 4 bytes of scale for each block of codes. The second piece is cut from the parameters that the forward pass gathers.
+The ranks of a node together hold all of them, so the backward pass gathers inside the node, over fast links, uncoded.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
 section 3.
@@ -61,14 +61,14 @@ SAVINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 class LevelBytes(NamedTuple):
-    """What one rank sends to other nodes, and inside its own."""
+    """Bytes that one rank sends to other nodes, and inside its own."""
 
     across: QuantizedBytes
     inside: QuantizedBytes
 
 
 class StepBytes(NamedTuple):
-    """What one rank sends in the three passes of a stage-3 step."""
+    """Bytes that one rank sends in the three passes of a stage-3 step."""
 
     forward: LevelBytes
     backward: LevelBytes
@@ -76,12 +76,12 @@ class StepBytes(NamedTuple):
 
     @property
     def across(self) -> QuantizedBytes:
-        """What the rank sends to other nodes in the whole step."""
+        """Bytes that the rank sends to other nodes in the whole step."""
         return QuantizedBytes(sum(one.across.codes for one in self), sum(one.across.scales for one in self))
 
     @property
     def inside(self) -> QuantizedBytes:
-        """What the rank sends inside its node in the whole step."""
+        """Bytes that the rank sends inside its node in the whole step."""
         return QuantizedBytes(sum(one.inside.codes for one in self), sum(one.inside.scales for one in self))
 
 
@@ -114,7 +114,7 @@ def secondary_bytes(num_elements: int, num_across: int, options: ZeroPlusPlus, i
 def options_over(
     start: Callable[..., Any], gather_rows: Any, all_gather: Any, reduce_scatter: Any
 ) -> Callable[..., dict[str, Any]]:
-    """`zero_plus_plus` of a framework, over its collectives: quantised ones, and `gather_rows` of rows as they are."""
+    """A framework's `zero_plus_plus`, over its quantised collectives, and `gather_rows`, which sends rows unchanged."""
 
     def zero_plus_plus(
         inside: Axis,
@@ -129,14 +129,14 @@ def options_over(
             shard_parameters(model, ("node", "gpu"), **zero_plus_plus(inside="gpu"))
 
         inside          the part of the axis whose ranks share a node
-        weight_bits     qwZ: gathered parameters travel as codes of 8 or 4 bits; None: as they are
-        secondary       hpZ: each rank keeps a second piece, and the backward pass gathers inside the node, unrounded
-        gradient_bits   qgZ: gradients travel as codes of 4 or 8 bits; None: as they are
+        weight_bits     qwZ: gathered parameters are sent as codes of 8 or 4 bits; None: unquantised
+        secondary       hpZ: each rank keeps a second piece, and the backward pass gathers inside the node, unquantised
+        gradient_bits   qgZ: gradients are sent as codes of 4 or 8 bits; None: unquantised
         block           elements that share a scale
 
         sent      for M parameters of 2 bytes, 3 M across nodes becomes 0.75 M; `tplab.data.zero_plus_plus.step_bytes`
                   has each pass, and the bytes of the scales
-        memory    hpZ: 1 / (ranks of a node) of the parameters, in the dtype in which they travel
+        memory    hpZ: 1 / (ranks of a node) of the parameters, in the dtype in which they are sent
         Wang et al. 2023, arXiv:2306.10209.
         """
         options = ZeroPlusPlus(inside, weight_bits, secondary, gradient_bits, block)

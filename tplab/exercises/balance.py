@@ -12,7 +12,7 @@ import numpy as np
 
 from tplab.exercises.check import Verdict, grade, not_started
 from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.long_sequence import MESHES, NAMES, attend
+from tplab.exercises.long_sequence import MERGED, MESHES, NAMES, attend
 from tplab.exercises.long_sequence import TOKENS as ROWS
 from tplab.exercises.trials import weight
 from tplab.exercises.verdict import untouched
@@ -49,9 +49,9 @@ def _rope(x: np.ndarray, positions: np.ndarray, base: float = 10_000.0) -> np.nd
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _rotated(tensors: Tensors, order: np.ndarray, of_q: np.ndarray, of_k: np.ndarray) -> np.ndarray:
+def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Causal attention over tokens that are in this order, q and k rotated by these positions."""
-    q, k = _rope(tensors["q"], of_q), _rope(tensors["k"], of_k)
+    q, k = (_rope(tensors[name], positions) for name in ("q", "k"))
     return attend(q, k, tensors["v"], order[:, None] >= order)
 
 
@@ -64,7 +64,7 @@ def _ranks_of(tensors: Tensors) -> int:
 def _with_positions(tensors: Tensors) -> Tensors:
     """The right output, and the gradients of sum(o * weight(o))."""
     order = _order(tensors["q"].shape[2], _ranks_of(tensors))
-    o = _rotated(tensors, order, order, order)
+    o = _rotated(tensors, order, order)
     q, k = (_rope(tensors[name], order) for name in ("q", "k"))
     do, scale = weight(o), WIDTH**-0.5
     scores = np.where(order[:, None] >= order, q @ k.swapaxes(-1, -2) * scale, -np.inf)
@@ -79,34 +79,15 @@ Places = Callable[[int, int], np.ndarray]
 """(number of tokens, ranks) -> the positions by which all ranks rotate."""
 
 
-def _consecutive(size: int, num_ranks: int) -> np.ndarray:
-    return np.arange(size)
-
-
-def _unrotated(size: int, num_ranks: int) -> np.ndarray:
-    return np.zeros(size)
-
-
-def _mistaken(hint: str, of_q: Places, of_k: Places | None = None) -> Mistake:
+def _mistaken(hint: str, places: Places) -> Mistake:
     """The mistake of rotating q and k by these positions."""
 
     def wrong(seen: Seen) -> np.ndarray:
         size, num_ranks = seen.tensors["q"].shape[2], seen.mesh.axis_size("cp")
-        places = [of(size, num_ranks) for of in (of_q, of_k or of_q)]
-        o = _rotated(seen.tensors, _order(size, num_ranks), *places)
+        o = _rotated(seen.tensors, _order(size, num_ranks), places(size, num_ranks))
         return np.split(o, num_ranks, 2)[seen.mesh.index(seen.rank, "cp")]
 
     return Mistake("o", hint, wrong)
-
-
-def _pieces(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Places:
-    """The positions where each rank's early and late piece [ranks, n] are changed so."""
-
-    def positions(size: int, num_ranks: int) -> np.ndarray:
-        early, late = _order(size, num_ranks).reshape(num_ranks, 2, -1).swapaxes(0, 1)
-        return np.stack(change(early, late), 1).ravel()
-
-    return positions
 
 
 POSITIONS = Exercise(
@@ -123,7 +104,7 @@ POSITIONS = Exercise(
         _mistaken(
             "The positions are those of consecutive tokens. In zigzag a rank holds two pieces of the sequence.\n"
             "Which positions do its tokens have?",
-            _consecutive,
+            lambda size, num_ranks: np.arange(size),
         ),
         _mistaken(
             "The positions begin at 0 on every rank. Which positions of the whole sequence do this rank's tokens have?",
@@ -133,22 +114,15 @@ POSITIONS = Exercise(
             "These are positions of the striped layout, and the tokens came in zigzag.",
             lambda size, num_ranks: TokenLayout("striped", size, num_ranks).order,
         ),
-        _mistaken("q and k are not rotated at all, so attention does not know where a token is.", _unrotated),
-        _mistaken("Only q is rotated. k needs its positions too.", _order, _unrotated),
-        _mistaken("Only k is rotated. q needs its positions too.", _unrotated, _order),
-        _mistaken("q is right, and k still has the positions of consecutive tokens.", _order, _consecutive),
-        _mistaken("k is right, and q still has the positions of consecutive tokens.", _consecutive, _order),
         _mistaken(
-            "The late piece is not reversed: its positions rise as well.",
-            _pieces(lambda early, late: (early, late[:, ::-1])),
+            "q and k are not rotated at all, so attention does not know where a token is.",
+            lambda size, num_ranks: np.zeros(size),
         ),
-        _mistaken(
-            "Piece 2p - 1 - r is the late one: pieces count from 0.",
-            _pieces(lambda early, late: (early, late + late.shape[1])),
-        ),
-        _mistaken("A rank's early piece comes first.", _pieces(lambda early, late: (late, early))),
-        _mistaken("Both pieces have the positions of the early one.", _pieces(lambda early, late: (early, early))),
     ),
+    reminders={
+        "o": "Of 2p pieces, counted from 0, a rank has piece r and then piece 2p - 1 - r, each with rising positions.\n"
+        "Rotate both q and k by these, and not v, and attend in the same layout."
+    },
 )
 
 
@@ -161,9 +135,6 @@ def check_positions(fn: Callable[..., Any]) -> Verdict:
 
 
 # --- a window ------------------------------------------------------------------------------------------------------
-
-Far = Callable[[int, int], int]
-"""(step, tokens on a rank) -> the distance that a tile is given."""
 
 CASES = ((3, 2), (3, 3), (3, 4), (3, 5), (4, 1), (4, 5), (4, 6), (5, 8), (5, 12), (3, 100))
 """(tokens on each rank, window): windows inside of a tile, as long as one, and longer."""
@@ -192,16 +163,16 @@ def _off_by_one(window: int, seen: Seen) -> np.ndarray:
     return np.split(_windowed(window + 1, seen.tensors)["o"], seen.mesh.axis_size("cp"))[_ring_index(seen)]
 
 
-def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False, far: Far | None = None) -> np.ndarray:
-    """What a ring with enough hops gives: the keys of the rank `back` places before at each step, also `wraps` around,
-    at the distance far(step, tokens on a rank)."""
+def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False) -> np.ndarray:
+    """What a ring with enough hops gives: at each step the keys of the rank `back` places before, also around its end
+    if it `wraps`."""
     num_ranks, me, own = seen.mesh.axis_size("cp"), _ring_index(seen), seen.own
     each = len(own["q"])
     cut = {name: np.split(seen.tensors[name], num_ranks) for name in "kv"}
     steps = [t for t in range(_hops(window, each, num_ranks) + 1) if wraps or t <= me]
     k, v = (np.concatenate([cut[name][(me - back * t) % num_ranks] for t in steps]) for name in "kv")
     rows, columns = np.arange(each)[:, None], np.arange(each)
-    away = np.concatenate([rows - columns + (far(t, each) if far else t * each) for t in steps], 1)
+    away = np.concatenate([rows - columns + t * each for t in steps], 1)
     return attend(own["q"], k, v, (away >= 0) & (away < window))
 
 
@@ -238,20 +209,16 @@ def _window_exercise(each: int, window: int) -> Exercise:
                 "rank t places before them?",
                 partial(_ring, window, wraps=True),
             ),
-            *(
-                Mistake(
-                    "o",
-                    "`distance` counts tokens: after t hops, it is t times the tokens of a rank.",
-                    partial(_ring, window, far=far),
-                )
-                for far in (lambda t, each: t, lambda t, each: 0)
-            ),
             Mistake(
                 "o",
                 "The keys come from the ranks after this one. Which way do they hop?",
                 partial(_ring, window, back=-1),
             ),
         ),
+        reminders={
+            "o": "After t hops, k and v are those of rank r - t, and their `distance` is t times the tokens of a rank. "
+            + MERGED
+        },
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again, bytes_of_a_sum
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, bytes_of_a_sum
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
     TOLERANCE,
@@ -125,12 +125,6 @@ def _exercise(
                 lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
             ),
             Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
-            *(
-                added_up_again(
-                    again, "tp", "This is R times too large: a gradient that was already added up is added up again."
-                )
-                for again in ("dx", "dscale")
-            ),
         ),
         fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
         excess=excess,

@@ -60,6 +60,7 @@ class Exercise:
     gradients   the arguments whose gradient is also compared, for the loss sum(result * weight(result)); the gradient
                 of "x" is the result "dx"
     mistakes    known mistakes, the likeliest first
+    reminders   what is said of a wrong result that no mistake explains, by its name
     fewest      (mesh, arguments) -> the bytes that all ranks together must send; sending up to twice as much passes,
                 with a remark
     excess      if given, sending more than `slack` times `fewest` is refused, with this hint
@@ -79,6 +80,7 @@ class Exercise:
     also: Mapping[str, P] = field(default_factory=dict)
     gradients: tuple[str, ...] = ()
     mistakes: tuple[Mistake, ...] = ()
+    reminders: Mapping[str, str] = field(default_factory=dict)
     fewest: Callable[[Mesh, Tensors], int] | None = None
     excess: str = ""
     surplus: str = "what are the other {:,} for?"

@@ -99,21 +99,8 @@ _SHORT = (
 )
 
 
-_STALE_V = "k has travelled, but v is still this rank's own. Both travel, and each tile needs both of one rank."
-_MEAN = "dq is divided by the number of ranks. What all tiles add to it is a sum."
-_LAST = "Only the last tile is left in dq. Add up what all of them give."
+_TRAVEL = "dk and dv travel with the k and v that they belong to. Each rank adds to them what its tile gives."
 _LOCAL = "Only this rank's own tile was computed. Its queries have seen the keys of all ranks."
-
-
-def _half_stale(seen: Seen) -> np.ndarray:
-    """dq where k arrives from each rank in turn, and v stays this rank's own."""
-    pieces, me = _pieces(seen), _index(seen)
-    size = len(pieces[me]["q"])
-    rows = slice(me * size, (me + 1) * size)
-    do = weight(attend(*(seen.tensors[name] for name in NAMES)))[rows]
-    mine = pieces[me]
-    parts = [_tile_gradients(seen.tensors, mine["q"], other["k"], mine["v"], do, rows)[0] for other in pieces]
-    return np.sum(parts, 0)
 
 
 def _on_its_way(seen: Seen, which: int, hops: int) -> np.ndarray:
@@ -141,15 +128,19 @@ GRADIENTS = Exercise(
     meshes=MESHES,
     mistakes=(
         Mistake("dq", _STALE, lambda seen: _sum_of_tiles(seen, lambda me, _: (me, me), 0)),
-        Mistake("dq", _STALE_V, _half_stale),
         Mistake("dq", _LOCAL, lambda seen: _tile(seen, _index(seen), _index(seen))[0]),
         Mistake("dk", _STALE, lambda seen: _sum_of_tiles(seen, lambda _, j: (j, j), 1)),
         Mistake("dk", _AT_HOME, lambda seen: _sum_of_tiles(seen, lambda me, j: (me, j), 1)),
         *(Mistake("dk", _SHORT, lambda seen, hops=hops: _on_its_way(seen, 1, hops)) for hops in (1, -1)),
-        Mistake("dq", _MEAN, lambda seen: seen.want / seen.mesh.axis_size("cp")),
-        Mistake("dq", _LAST, lambda seen: _tile(seen, _index(seen), (_index(seen) + 1) % seen.mesh.axis_size("cp"))[0]),
         Mistake("dk", "dk and dv are exchanged.", lambda seen: _on_its_way(seen, 2, 0)),
     ),
+    reminders={
+        "o": "The lab's forward pass is right. What is different in yours?",
+        "dq": "dq is the sum of what all tiles add to it. A tile has this rank's q, do and o, its log-sum-exp over the "
+        "keys of all ranks,\nand k and v of the same rank.",
+        "dk": _TRAVEL,
+        "dv": _TRAVEL,
+    },
 )
 
 
@@ -210,16 +201,16 @@ def _causal(tensors: Tensors) -> Tensors:
     return {"o": attend(q, k, v, np.tri(len(q), dtype=bool))}
 
 
-Tile = tuple[int, int, bool]
-"""The rank whose k a tile has, the one whose v it has, and whether it is cut to a triangle."""
+Tile = tuple[int, bool]
+"""The rank whose k and v a tile has, and whether it is cut to a triangle."""
 
 
 def _over(seen: Seen, tiles: Sequence[Tile]) -> np.ndarray:
     """Attention of this rank's queries over these tiles, merged."""
     pieces = _pieces(seen)
     own = pieces[_index(seen)]["q"]
-    k, v = (np.concatenate([pieces[tile[i]][name] for tile in tiles]) for i, name in enumerate("kv"))
-    mask = [np.tri(len(own), dtype=bool) if cut else np.ones((len(own), len(own)), bool) for *_, cut in tiles]
+    k, v = (np.concatenate([pieces[rank][name] for rank, _ in tiles]) for name in "kv")
+    mask = [np.tri(len(own), dtype=bool) if cut else np.ones((len(own), len(own)), bool) for _, cut in tiles]
     return attend(own, k, v, np.concatenate(mask, 1))
 
 
@@ -231,8 +222,11 @@ def _instead(hint: str, tiles: Callable[[int, int], list[Tile]]) -> Mistake:
 def _parts(seen: Seen) -> list[np.ndarray]:
     """The right partial results, not merged."""
     me = _index(seen)
-    return [_over(seen, [(j, j, j == me)]) for j in range(me + 1)]
+    return [_over(seen, [(j, j == me)]) for j in range(me + 1)]
 
+
+WEIGHED = "`merge` weighs them by their log-sum-exps."
+MERGED = "`merge` returns o and its log-sum-exp, and the next merge needs both."
 
 CAUSAL = Exercise(
     name="causal_ring",
@@ -248,55 +242,35 @@ CAUSAL = Exercise(
     tolerance=1e-5,
     meshes=MESHES,
     mistakes=(
-        _instead("Each token sees all others, later ones too.", lambda me, num: [(j, j, False) for j in range(num)]),
-        _instead(
-            "Every tile was cut to a triangle. All keys of an earlier rank are earlier than your queries, so you need "
-            "the whole tile.",
-            lambda me, num: [(j, j, True) for j in range(num)],
-        ),
+        _instead("Each token sees all others, later ones too.", lambda me, num: [(j, False) for j in range(num)]),
         _instead(
             "Each rank sees the tiles of the ranks after it. At step t, the keys are those of rank r - t.",
-            lambda me, num: [(j, j, j == me) for j in range(me, num)],
-        ),
-        _instead(
-            "Keys of later ranks are masked nowhere. Which tiles do you not need at all?",
-            lambda me, num: [(j, j, j == me) for j in range(num)],
+            lambda me, num: [(j, j == me) for j in range(me, num)],
         ),
         _instead(
             "Tiles of earlier ranks were cut to a triangle. All their keys are earlier than your queries.",
-            lambda me, num: [(j, j, True) for j in range(me + 1)],
+            lambda me, num: [(j, True) for j in range(me + 1)],
         ),
         _instead(
             "This rank's own tile is needed only below its diagonal: pass `causal=True` there.",
-            lambda me, num: [(j, j, False) for j in range(me + 1)],
+            lambda me, num: [(j, False) for j in range(me + 1)],
         ),
         _instead(
-            "Each rank sees its own tile alone. Merge those that come from earlier ranks.",
-            lambda me, num: [(me, me, True)],
-        ),
-        _instead(
-            "k has travelled, but v is still this rank's own. Both must travel.",
-            lambda me, num: [(j, me, j == me) for j in range(me + 1)],
+            "Each rank sees its own tile alone. Merge those that come from earlier ranks.", lambda me, num: [(me, True)]
         ),
         _instead(
             "Every tile is there but that of rank 0's keys. At which step do these arrive?",
-            lambda me, num: [(j, j, j == me) for j in range(min(1, me), me + 1)],
+            lambda me, num: [(j, j == me) for j in range(min(1, me), me + 1)],
         ),
-        _instead(
-            "At each step the tile is computed before the hop, so your own keys count twice, and rank 0's not at all.",
-            lambda me, num: [(me, me, True), *((j, j, False) for j in range(1, me + 1))],
-        ),
-        Mistake(
-            "o",
-            "The partial results were averaged. `merge` weighs them by their log-sum-exps.",
-            lambda seen: np.mean(_parts(seen), 0),
-        ),
-        Mistake(
-            "o",
-            "The partial results were added up. `merge` weighs them by their log-sum-exps.",
-            lambda seen: np.sum(_parts(seen), 0),
+        *(
+            Mistake("o", f"The partial results were {how}. {WEIGHED}", lambda seen, by=by: by(_parts(seen), 0))
+            for how, by in (("averaged", np.mean), ("added up", np.sum))
         ),
     ),
+    reminders={
+        "o": "After t hops, k and v are those of rank r - t. An earlier rank's tile is needed whole, your own below\n"
+        "its diagonal, and a later one not at all. " + MERGED
+    },
 )
 MOST_MORE = 8
 """What a rank may hold more, in bytes of its q, for four more ranks: their keys and values are as much."""

@@ -1,15 +1,15 @@
 """Folding: attention and experts lay their own axes over the same ranks, and both are axes of one finer mesh.
 
 A layer's attention may run on dp x cp x tp ranks, and its experts on edp x ep x etp ranks, which are the same ranks
-(Liu et al. 2025, arXiv:2504.14960). Count the ranks from the fastest axis on: an axis ends where the product of the
-sizes so far has come to some number. The numbers of both layouts together are those of a finer mesh:
+(Liu et al. 2025, arXiv:2504.14960). Counting from the fastest axis on, an axis ends after as many ranks as the product
+of the sizes so far. The ends of both layouts together are the ends of a finer mesh's axes:
 
     attention         dp=4   tp=2     ends after 2, 8 ranks
     experts    edp=2   ep=4           ends after 4, 8 ranks
     mesh       edp=2  dp_ep=2  tp=2   ends after 2, 4, 8 ranks
 
-Each axis of either layout is a run of its axes, dp = (edp, dp_ep) and ep = (dp_ep, tp), and wherever a collective takes
-an axis it takes a tuple of names. So nothing else is new.
+Each axis of either layout is a run of the mesh's axes: dp = (edp, dp_ep) and ep = (dp_ep, tp). Every collective accepts
+a tuple of names as its axis, so nothing else is needed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Folded:
 def fold(attention: Mapping[str, int], experts: Mapping[str, int]) -> Folded:
     """The coarsest mesh in which the axes of both layouts are runs of axes. The last axis of each is the fastest.
 
-    An axis of the mesh is named after the axis of either layout that it is the whole of, or after both, as "dp_ep".
-    Raises MeshError if the layouts have different numbers of ranks, or where one axis ends after a number of ranks that
+    An axis of the mesh that is a whole axis of either layout has its name; others are named after both, as "dp_ep".
+    Raises MeshError if the layouts have different numbers of ranks, or if one axis ends after a number of ranks that
     does not divide the number after which another one ends.
     """
     first, second = Mesh(**attention), Mesh(**experts)

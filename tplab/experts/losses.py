@@ -1,4 +1,4 @@
-"""Losses of a router: what keeps experts from being chosen unequally, and scores from growing.
+"""Losses of a router: one balances the choices of experts, the other keeps scores from growing.
 
 With p [T, E] the scores of T tokens as probabilities, and f_e the fraction of the T k choices that fall on expert e:
 

@@ -22,8 +22,8 @@ from tplab.sharding import share
 class Placement:
     """Which experts each rank holds: `slots[rank]` are their numbers, as many on each rank.
 
-    Raises ShapeError if a rank holds two replicas of one expert, which would take no load off it, or if an expert is
-    nowhere.
+    Raises ShapeError if a rank holds two replicas of one expert, which would not reduce its load, or if an expert is
+    missing.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -70,13 +70,13 @@ class Placement:
         return np.where(choices >= 0, table[choices, token % counts[choices]], -1)
 
     def load_of_ranks(self, loads: Any) -> np.ndarray:
-        """What each rank computes if replicas share the load of an expert equally: loads [E]   ->   [R]."""
+        """The load of each rank if replicas share the load of an expert equally: loads [E]   ->   [R]."""
         each = np.asarray(loads) / [len(holders) for holders in self.holders]
         return np.array([each[list(rank)].sum() for rank in self.slots])
 
 
 def contiguous(experts: int, ranks: int) -> Placement:
-    """Expert e on rank e // (experts / ranks). Raises ShapeError where the ranks do not divide the experts."""
+    """Expert e on rank e // (experts / ranks). Raises ShapeError if the ranks do not divide the experts."""
     each = share(experts, ranks, "the number of experts is", axis="ep", least=1)
     return Placement(tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(ranks)))
 
@@ -134,8 +134,8 @@ def _replicated(weight: np.ndarray, experts: list[int], slots: int, most: int) -
 
 
 def _packed(weights: np.ndarray, packs: int, names: Sequence[int] = ()) -> list[list[int]]:
-    """Items in packs of equal size, the heaviest first, each into the lightest pack with room that does not hold its
-    name yet. Where that leaves one over, it changes places with an item of a full pack."""
+    """Put items into packs of equal size, the heaviest first, each into the lightest pack with room that does not hold
+    its name yet. An item that is left over is swapped with an item of a full pack."""
     room = len(weights) // packs
     found: list[list[int]] = [[] for _ in range(packs)]
     if room == 1:

@@ -1,4 +1,4 @@
-"""`python -m tplab.forecast llama3-70b --gpus 256 --batch 1024`: which plans are best, or what given ones take."""
+"""`python -m tplab.forecast llama3-70b --gpus 256 --batch 1024`: finds the best plans, or forecasts given ones."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tplab.parser import Parser, ended
 
 _CHOICES = ("attention", "compiled", "state_dtype", "dispatch", "skew")
 _COLUMNS = (*COLUMNS, "gpus", "batch", "sequence", "stack", "etp", *_CHOICES)
-"""Flags that are columns of a table, too."""
+"""Flags that are also columns of a table."""
 _SEEN = 500
-"""How many plans are looked at for the best of each layout."""
+"""How many plans are considered to find the best of each layout."""
 _REASONS = 8
-"""How many reasons are printed of those for which layouts of ranks are impossible."""
+"""The most reasons printed for impossible layouts of ranks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--virtual", type=int, default=VIRTUAL, help=f"stages per pipeline rank, at most (default: {VIRTUAL})"
     )
-    parser.add_argument("--outside", action="store_true", help="search plans of classes that nobody measured, too")
+    parser.add_argument("--outside", action="store_true", help="also search plans of classes that were not measured")
     parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
@@ -130,7 +130,7 @@ def _model(name: str) -> Model:
 
 
 def _rows(parser: Parser, table: str, out: str) -> None:
-    """Forecast the table, and say what was not read and how many rows failed."""
+    """Forecast the table, and report columns that were not read and the number of rows that failed."""
     try:
         done = forecast_file(table, out)
     except OSError as error:
@@ -148,7 +148,7 @@ def _rows(parser: Parser, table: str, out: str) -> None:
 
 
 def _layouts(found: Plans, count: int) -> list[Forecast]:
-    """The best plan of each of the best layouts of ranks: others of the same layout are often as fast."""
+    """The best plan of each of the best layouts of ranks; other plans of a layout are often as fast."""
     best: dict[tuple[int, ...], Forecast] = {}
     for place in range(min(len(found), _SEEN)):
         one = found[place]
@@ -167,7 +167,7 @@ def _table(found: Sequence[Forecast]) -> str:
 
 
 def _lost(found: Plans) -> str:
-    """Why the others lost: plans, and apart from them the layouts of ranks that are refused, which have no plans."""
+    """Why the other plans lost, and why layouts of ranks, which have no plans then, were refused."""
     reasons = sorted(found.lost.items(), key=lambda reason: -reason[1])
     of_plans = [reason for reason in reasons if reason[0].startswith((TOO_LARGE, PERHAPS, SLOWER))]
     refused = [reason for reason in reasons if reason not in of_plans]

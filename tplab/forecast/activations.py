@@ -1,4 +1,4 @@
-"""What a layer keeps from its forward to its backward pass, and what the head does; tensor by tensor, in bytes."""
+"""What a layer and the head keep from their forward to their backward pass, tensor by tensor, in bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tplab.forecast.stacks import Stack, find_stack
 class Kept(NamedTuple):
     """Bytes of one microbatch on one rank.
 
-    layer, embedding, head   kept of a layer, of the embedding, of the final norm and the head
-    layer_again, head_again  what is computed again in their backward passes, at most of any layer
-    layer_work, head_work    what their backward passes need besides
+    layer, embedding, head   kept by a layer, by the embedding, by the final norm and the head
+    layer_again, head_again  recomputed in their backward passes, the most of any layer
+    layer_work, head_work    what their backward passes need in addition
     logits                   of this rank's entries, in all the copies that the loss makes of them
-    keeps_logits             whether they are kept, and not computed again
-    dense                    kept of a dense first layer
+    keeps_logits             whether they are kept rather than recomputed
+    dense                    kept by a dense first layer
     """
 
     layer: int
@@ -39,13 +39,13 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
     """What one layer keeps for its backward pass, without recomputation: name -> bytes on each rank.
 
     The tensors of Korthikanti et al. 2022 (`tplab.cost.activation_tensors`); one number per row for each norm and for
-    each head of fused attention; what plain layers keep beside them (Stack.plain); and for experts, the tokens in
-    their order (Keeps.extra is what a stack was measured to keep beyond all these).
+    each head of fused attention; what plain layers keep in addition (Stack.plain); and for experts, the tokens in their
+    order. Keeps.extra is what a stack was measured to keep beyond all these.
     """
     stack, size = find_stack(stack), plan.kept_size
     length, batch, tp = sequence // plan.cp, plan.microbatch, plan.tp
     rows, outside = length * batch, tp if plan.sequence_parallel else 1
-    is_repeated = stack.plain and model.num_kv_heads < model.heads and plan.cp == 1  # keys, for every query head
+    is_repeated = stack.plain and model.num_kv_heads < model.heads and plan.cp == 1  # keys, once per query head
     found = activation_tensors(
         length,
         batch,
@@ -92,8 +92,8 @@ def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = 
 
 
 def _plain_experts(model: Model, plan: Plan, tokens: int, routed: float) -> dict[str, float]:
-    """What plain layers keep of a rank's own tokens, and beside the features of the rows that its experts get. Places
-    are whole numbers of 8 B. Weights are normalized, and each sequence has a balance loss of its own."""
+    """What plain layers keep of a rank's own tokens, and of the rows that its experts receive besides their features.
+    Indices take 8 B. Weights are normalized, and each sequence has its own balance loss."""
     k, experts, dispatch = model.experts_per_token, model.experts, plan.dispatch or "all_to_all"
     token, is_at_home = model.hidden * plan.kept_size, dispatch == "all_to_all"  # where results are weighted
     found: dict[str, float] = {"router": tokens * (4 * experts + 13 * k + 9) + 4 * experts * plan.microbatch}
@@ -112,7 +112,7 @@ def _plain_experts(model: Model, plan: Plan, tokens: int, routed: float) -> dict
 
 @lru_cache(maxsize=4096)
 def kept(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> Kept:
-    """What a rank keeps of one microbatch, and what its backward pass needs besides."""
+    """What a rank keeps of one microbatch, and what its backward pass needs in addition."""
     found = _kept(model, plan, sequence, stack)
     if not model.dense_layers:
         return found
@@ -143,8 +143,8 @@ def _kept(model: Model, plan: Plan, sequence: int, stack: str | Stack) -> Kept:
         return Kept(layer, mask, head, layer_again, 0, token + rows * features * size, head_work, logits, True, layer)
 
     head += token // outside if model.norm == "rms" else 0
-    head += 18 * rows + 8  # of the loss: places of the targets, sums of exponentials, which targets count, how many
-    embedding, head_again = 9 * rows + mask, 0  # which word each id is, and whether this rank has it
+    head += 18 * rows + 8  # of the loss: target indices, sums of exponentials, which targets count, how many
+    embedding, head_again = 9 * rows + mask, 0  # the index of each id, and whether this rank has it
     if plan.cp > 1 and model.positions:
         embedding += 8 * rows // plan.microbatch  # and its position
     if plan.recompute == "full":

@@ -1,4 +1,4 @@
-"""A run beside its forecast: what a step takes, and how the bytes that were sent compare with what the plan sends."""
+"""A run beside its forecast: the time of a step, and the bytes that the run sent beside those of the plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tplab.units import bytes_text, time_text
 
 
 def beside(trace: Trace, found: Forecast) -> str:
-    """One step of the forecast, and for each axis the bytes of the run, those of a step, and their ratio.
+    """The forecast of one step, and for each axis the bytes of the run, the bytes of a step, and their ratio.
 
-    The ratio is the number of steps, if the run sends what the plan does and nothing else. Broadcasts are left out:
-    scripts begin with them. What travels along several axes of the plan at once is "others", and has no formula.
-    Raises PlanError if the plan is of another number of ranks.
+    The ratio is the number of steps if the run sends exactly what the plan does. Broadcasts are left out, because
+    scripts begin with them. Messages along several axes of the plan at once are "others", and have no formula.
+    Raises PlanError if the plan has another number of ranks.
     """
     plan = found.plan
     if plan.ranks != trace.mesh.size:
@@ -46,8 +46,8 @@ def beside(trace: Trace, found: Forecast) -> str:
 
 
 def _axis(event: Event, mesh: Mesh, expert_ranks: int) -> str:
-    """The axis along which the ranks of a message differ; "dp" is also that of gradients over cp, as in a forecast. An
-    all_to_all in a group as large as that of a plan's experts is theirs."""
+    """The axis along which the ranks of a message differ. As in a forecast, "dp" includes gradients over cp. An
+    all_to_all in a group as large as the plan's expert group counts as the experts'."""
     ranks = (event.rank, event.peer) if event.kind == "send" else event.group or mesh.ranks
     places = [mesh.coordinates(rank) for rank in ranks if rank is not None]
     if event.op == "all_to_all" and len(places) == expert_ranks > 1:

@@ -1,4 +1,4 @@
-"""Plans in an array: what they have in common is computed once, and looked up by what it depends on."""
+"""Plans in an array: shared quantities are computed once, and cached by the fields that they depend on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tplab.forecast.stages import Stage, stages_on
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 MICRO = ("tp", "cp", "ep", "etp", "sequence_parallel", "microbatch")
-"""The fields of a plan on which depends what a microbatch takes and keeps in a layer."""
+"""The fields of a plan that determine the time and the memory of a microbatch in a layer."""
 
 
 class Way(NamedTuple):
@@ -36,9 +36,9 @@ class Way(NamedTuple):
 
 
 class Tables:
-    """What is computed for plans that are alike in all but their axes and what a search varies, by what it depends on.
+    """A cache of what is computed for plans that differ only in their axes and in the fields that a search varies.
 
-    cluster   None: only bytes are asked for
+    cluster   None: only bytes are needed
     """
 
     def __init__(self, model: Model, cluster: Cluster | None, sequence: int, stack: Stack):
@@ -48,14 +48,14 @@ class Tables:
 
 
 tables = lru_cache(maxsize=16)(lambda base, *given: Tables(*given))
-"""The tables for all plans that are like `base`: those that an earlier search has filled."""
+"""The tables shared by all plans that are like `base`, as filled by earlier searches."""
 
 
 class Family(NamedTuple):
     """The schedules of a block with the same stages on each rank.
 
-    ways    which of the block's        ranks   the stages of each rank
-    places  the ranks of each kind: those whose stages have equally many layers, and the embedding and the head or not
+    ways    indices of the block's ways     ranks   the stages of each rank
+    places  the ranks of each kind: their stages have equally many layers, and agree in having the embedding or head
     """
 
     ways: list[int]
@@ -71,11 +71,11 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Plans in an array [pair, recompute, zero, way], on equally many pipeline ranks, whose stages are cut alike.
+    """Plans in an array [pair, recompute, zero, way], with equally many pipeline ranks and the same cut into stages.
 
     layouts    plans that differ in their axes
-    of, sizes  a layout's index and a microbatch, for each pair of them [pairs]
-    recomputes, zeros, ways    what each of them can have
+    of, sizes  for each pair, the index of a layout and the size of a microbatch [pairs]
+    recomputes, zeros, ways    the values of the other dims
     """
 
     layouts: Sequence[Plan]
@@ -89,7 +89,7 @@ class Block:
 
     @classmethod
     def of_plan(cls, plan: Plan, batch: int, tables: Tables) -> Block:
-        """One plan."""
+        """A block of one plan."""
         pair = [plan], np.array([0]), np.array([plan.microbatch])
         return cls(*pair, batch, tables, [plan.recompute], [plan.zero], [Way(plan.schedule, plan.virtual)])
 
@@ -112,11 +112,11 @@ class Block:
         return self.ways[way].of(self.layouts[self.of[pair]], **about)
 
     def first(self, way: Way) -> Plan:
-        """The first layout, with stages as all have them."""
+        """The first layout, with the stages that all layouts have."""
         return self.tables.stack.cut(way.of(self.layouts[0]))
 
     def part(self, pairs: Sequence[int], recompute: int, way: int) -> Block:
-        """Some of its plans."""
+        """The block of some of its plans."""
         chosen = self.of[pairs], self.sizes[pairs], self.batch, self.tables
         return Block(self.layouts, *chosen, [self.recomputes[recompute]], self.zeros, [self.ways[way]])
 
@@ -127,7 +127,7 @@ class Block:
 
     @cached_property
     def is_possible(self) -> np.ndarray:
-        """Whether a pipeline can have so many microbatches [pairs, ways]."""
+        """Whether a pipeline can have this many microbatches [pairs, ways]."""
         found = np.ones((len(self.of), len(self.ways)), bool)
         for way, one in enumerate(self.ways):
             plan = self.first(one)
@@ -154,12 +154,12 @@ class Block:
 
     @cached_property
     def micro(self) -> Array:
-        """One microbatch: the `Layer` of a layer, of a dense first one, of the embedding and of the head [pairs,
+        """The fields of `Layer` for one microbatch: of a layer, a dense first layer, the embedding and the head [pairs,
         recomputes, 4, fields]."""
         model, cluster, sequence, stack = self.tables.given
 
         def seconds(plan: Plan) -> Any:
-            again = plan.recompute != "none" and stack.plain  # plain ends are computed again, too
+            again = plan.recompute != "none" and stack.plain  # plain ends are recomputed too
             ends = plan if again else replace(plan, recompute="none")
             of = (cluster, sequence, stack)
             return *(layer_seconds(kind, plan, *of) for kind in (model, model.dense)), *ends_seconds(model, ends, *of)
@@ -182,9 +182,9 @@ class Block:
         )[:, 0]
 
     def once(self, family: Family, place: int) -> Array:
-        """The fields of `Once`, of the rank at a place of its pipeline [pairs, recomputes, zeros, fields]."""
+        """The fields of `Once` for the rank at a place of its pipeline [pairs, recomputes, zeros, fields]."""
         model, cluster, _, stack = self.tables.given
-        # ZeRO 2 sends what ZeRO 1 does, and only with ZeRO 3 and late gathers does recomputation matter
+        # ZeRO 2 sends what ZeRO 1 does. Recomputation matters only with ZeRO 3 and late gathers.
         choices = [
             {"recompute": how if (zero, stack.gathers) == (3, 3) else "none", "zero": {2: 1}.get(zero, zero)}
             for how in self.recomputes
@@ -198,8 +198,8 @@ class Block:
     def of_rank(
         self, name: str, family: Family, place: int, make: Callable[[Plan], Any], choices: Sequence[dict[str, Any]]
     ) -> Array:
-        """What depends on the parameters of the rank at a place of its pipeline, and on how many ranks have the same
-        [pairs, choices, ...]."""
+        """Quantities that depend on the parameters of the rank at a place of its pipeline, and on the number of their
+        replicas [pairs, choices, ...]."""
         held, way = family.ranks[place], self.ways[family.ways[0]]._asdict()
         layers, dense, first, last = zip(*(one.counts for one in held))
         has = (sum(layers), sum(dense), any(first), any(last), held[0].share)
@@ -213,8 +213,8 @@ class Block:
         fields: tuple[str, ...],
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> Array:
-        """What `make` gives for each pair with each choice of other fields, looked up where of the pair only `fields`
-        matter [pairs, choices, ...]."""
+        """The results of `make` for each pair with each choice of other fields [pairs, choices, ...]. Cached by
+        `fields`, which are all that matters of a pair."""
         if fields not in self._alike:
             axes = [one for one in fields if one != "microbatch"]
             of_layout = [tuple(getattr(layout, one) for one in axes) for layout in self.layouts]

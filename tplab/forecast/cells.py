@@ -1,4 +1,4 @@
-"""The cells of a row: text that people write in tables, read as numbers, switches and names."""
+"""The cells of a row: text in a table, read as numbers, switches and names."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 EMPTY = ("nan", "n/a", "<na>", "null", "none", "-")
-"""What tables write for a cell without a value. "none" is one of `recompute`."""
+"""Texts of a cell without a value. For `recompute`, "none" is a value."""
 
 
 def plain(column: str) -> str:
-    """A column's name, however it is written: " GPUs" is "gpus"."""
+    """The canonical form of a column's name: " GPUs" -> "gpus"."""
     return column.strip().lower()
 
 
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """The cells of a row as text, also those that say nothing."""
+    """The cells of a row as text, including empty ones."""
     return {plain(name): str(cell).strip() for name, cell in row.items() if name and cell is not None}
 
 
@@ -30,7 +30,7 @@ def whole(name: str, text: str) -> int:
         number = float(text)
         if number == int(number) and number <= most:
             return int(number)
-    except (ValueError, OverflowError):  # no number; infinity
+    except (ValueError, OverflowError):  # not a number; infinity
         pass
     raise ValueError(f"{name} is {text!r}; it must be a whole number, {most:,} at most")
 

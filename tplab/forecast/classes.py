@@ -1,11 +1,11 @@
-"""Classes of measured steps, and how far off forecasts of each were: an interval, or "outside what was measured".
+"""Classes of measured steps, and the errors of their forecasts: an interval, or "outside what was measured".
 
-A class is what steps have in common that decides how well they are forecast: the stack; whether tensor parallelism
-stays in a node, and whether there is a pipeline; dense or experts; the chip, the dtype and the number of nodes. Of a
-class with fewer than five rows, rows of other dtypes, chips or numbers of nodes are taken too, in this order, and the
-class then says so. A plan that belongs to no class has no interval.
+Steps of a class share the properties that decide how well they are forecast: the stack; whether tensor parallelism
+stays in a node; whether there is a pipeline; dense or experts; the chip, the dtype and the number of nodes. A class
+with fewer than five rows is widened to rows of other dtypes, chips or numbers of nodes, in this order, and its name
+says so. A plan that belongs to no class has no interval.
 
-Errors are of rows that were not in the fit (`benchmarks.fit.steps`). Split-conformal intervals: Vovk et al. 2005.
+Errors are those of rows that were not in the fit (`benchmarks.fit.steps`). Split-conformal intervals: Vovk et al. 2005.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tplab.forecast.stacks import Stack, constants
 
 SIZES = ((1, "one node"), (32, "2 to 32 nodes"), (1 << 30, "more than 32 nodes"))
 ENOUGH = 5
-"""Fewer rows say nothing of others."""
+"""The fewest rows of a class."""
 ANY = "any"
 Key = tuple[str, ...]
 
 
 class Measured(NamedTuple):
-    """What was measured of a class.
+    """The measured steps of a class.
 
     name       in words
     rows       how many steps
-    low, high  nine of ten steps took between so many times their forecasts
-    median, most     half of the rows are off by so much or less, and nine of ten: shares of the measured time
-    ranks      the most that one of its steps had
+    low, high  nine of ten steps took between `low` and `high` times their forecasts
+    median, most     the median and the 90th percentile of the errors, as shares of the measured time
+    ranks      the most ranks of any of its steps
     """
 
     name: str
@@ -52,7 +52,7 @@ def keys_of(stack: str, model: Model, plan: Plan, cluster: Cluster) -> Iterator[
     dtype, chip = f"{8 * min(4, ITEMSIZE[plan.dtype])} bit", cluster.chip.name.split()[0]
     many = next(name for most, name in SIZES if nodes <= most)
     kind = "experts" if model.experts else "dense"
-    unlike = {"latent attention": model.kv_rank, "dense layers": model.dense_layers}  # as no row that was measured
+    unlike = {"latent attention": model.kv_rank, "dense layers": model.dense_layers}  # no measured row has these
     unlike |= {"etp": plan.etp, "a dispatch": plan.dispatch, "skew": plan.skew}
     unlike |= {"passes in pairs": model.experts and plan.pp > 1 and pairs_passes(plan.rule_name)}
     kind = " with ".join([kind, *(name for name, has in unlike.items() if has)])
@@ -62,8 +62,8 @@ def keys_of(stack: str, model: Model, plan: Plan, cluster: Cluster) -> Iterator[
 
 
 def class_of(stack: Stack, model: Model, plan: Plan, cluster: Cluster) -> Measured | None:
-    """The narrowest class that was measured; None: the plan is outside what was measured, as is one with over twice as
-    many ranks as any of the class, and everything on a data sheet."""
+    """The narrowest measured class of a step; None if it is outside what was measured. That includes plans with over
+    twice as many ranks as any of the class, and everything on a data sheet."""
     if cluster.fitted is None:
         return None
     found = next((known()[key] for key in keys_of(stack.name, model, plan, cluster) if key in known()), None)

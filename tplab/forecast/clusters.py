@@ -1,4 +1,4 @@
-"""The cluster of a row or of a command: its name, its network, and what its nodes have."""
+"""The cluster of a row or of a command: its name, its network, and the sizes of its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tplab.errors import ClusterError, near
 from tplab.forecast.cells import number, whole
 
 USUAL = "h100-measured"
-"""The cluster where none is named."""
+"""The default cluster."""
 
 COLUMNS = {
     "cluster": (
@@ -27,14 +27,14 @@ COLUMNS = {
     "cards": ("N", "network cards of a node"),
     "oversubscription": ("X", "by how much the network between nodes is too small for all cards at once"),
 }
-"""The columns of rows that say what a cluster is, which are flags too: what each is."""
+"""The columns of rows, and flags, that describe a cluster: name -> help."""
 
 
 def cluster_of(given: Mapping[str, str], exactly: bool = False) -> tuple[str, Cluster]:
-    """(what is assumed, the cluster that the columns of `COLUMNS` say).
+    """(what is assumed, the cluster that the columns in `COLUMNS` describe).
 
-    In a table "h100" is "h100-measured", and of a name that is not known but says a chip, as "dgx-h100", the measured
-    cluster of this chip is taken. `exactly`: a name is what `find` knows by it, so that "h100" is the data sheet.
+    In a table "h100" means "h100-measured", and an unknown name that contains a chip's, such as "dgx-h100", means the
+    measured cluster of this chip. `exactly`: names mean what they mean to `find`, so "h100" is the data sheet.
     """
     note, cluster = _named(given.get("cluster", ""), exactly)
     if "fabric" in given:

@@ -1,4 +1,4 @@
-"""The sizes of a model, from the configuration that a library has of it: read whole, or refused with the field."""
+"""The sizes of a model, from a library's configuration. A field that cannot be read is refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"tied": True, "head_dim": 256, "norms": 4, "qk_norm": True},
     "glm": {"qkv_bias": True, "head_dim": 128},
     "glm4": {"qkv_bias": True, "head_dim": 128, "norms": 4},
-    "cohere": {"tied": True, "norms": 1},  # its norms have means, and no bias: as many numbers as RMSNorm
+    "cohere": {"tied": True, "norms": 1},  # its norms subtract means, and have no bias: as many numbers as RMSNorm
     "stablelm": {"norm": "layer"},
     "nemotron": _LAYER_NORM,
     "starcoder2": {**_GPT, "tied": True},
@@ -39,11 +39,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "mpt": {"gated": False, "tied": True},  # as cohere
     **{kind: {} for kind in ("deepseek_v2", "deepseek_v3")},
 }
-"""The `model_type`s that are read, and what each says of a Model where the configuration does not."""
+"""The `model_type`s that are read, and the fields of a Model that each implies."""
 FOUR_TIMES = ("gpt2", "gpt_bigcode", "gptj", "codegen", "bloom", "falcon", "mpt")
-"""Those whose MLP has 4 h features where nothing is said; all others must say it."""
+"""The kinds whose MLP has 4 h features by default; the configuration of others must say it."""
 SHARE_KEYS = ("mistral", "mixtral", "qwen", "gemma", "glm", "smollm", "starcoder2", "stablelm")
-"""How those begin that have fewer key and value heads than query heads where nothing is said. They must say it."""
+"""Prefixes of the kinds that by default have fewer key and value heads than query heads. Their number must be given."""
 
 SIZES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -57,7 +57,7 @@ MORE = {
     "head_dim": ("head_dim", "kv_channels"),
     "tied": ("tie_word_embeddings",),
 }
-"""Field of a Model -> what configurations call it. `SIZES` must be there."""
+"""Field of a Model -> its names in configurations. `SIZES` are required."""
 
 BIASES = {
     "attention_bias": ("qkv_bias", "output_bias"),
@@ -66,7 +66,7 @@ BIASES = {
     "mlp_bias": ("mlp_bias",),
     **dict.fromkeys(("use_bias", "enable_bias", "bias"), ("bias",)),
 }
-"""Field of a configuration -> the linear layers that it gives a bias."""
+"""Field of a configuration -> the linear layers to which it gives a bias."""
 
 DROPOUT = ("resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
 
@@ -80,7 +80,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "norm_type": ("layer_norm", "layernorm", "low_precision_layernorm"),
     "no_bias": (True,),
 }
-"""Fields of which only these values are read."""
+"""The only values that are accepted for these fields."""
 
 HARMLESS = re.compile(
     # names, and what a generation or a classifier would need
@@ -88,11 +88,11 @@ HARMLESS = re.compile(
     r"|finetuning_task|summary_\w+|id2label|label2id|num_labels|problem_type|\w*_token_ids?|use_cache|cache_\w+"
     r"|(max|min)_length|do_sample|early_stopping|num_beams|num_beam_groups|num_return_sequences|temperature|top_[kp]"
     r"|typical_p|\w+_penalty|\w*no_repeat_ngram_size|return_dict\w*|output_\w+|is_decoder|remove_invalid_values"
-    # how long a sequence may be, where its positions are rotated or biased, and not learned
+    # the longest sequence, for rotary or biased positions, which are not learned
     r"|max_position_embeddings|original_max_position_embeddings|n_ctx|n_positions|max_seq_len|seq_length"
     r"|model_max_length|rope_\w+|rotary\w*|partial_rotary_factor|no_rope_\w+|(offset_)?alibi\w*|max_window_layers"
     r"|_?sliding_window_pattern"
-    # element by element, or as another program computes the same
+    # elementwise operations, or how another program computes the same
     r"|\w*(activation|activation_function|hidden_act)|\w*(eps|epsilon)|\w*(dropout|pdrop)"
     r"|\w*(scale|scaling|multiplier|softcapping)|scale_attn_\w+|query_pre_attn_scalar|clip_qkv"
     r"|\w*(init\w*_range|init_std|init_device|init_config)|(torch_)?dtype|use_bfloat16|pretraining_tp|slow_but_exact"
@@ -102,7 +102,7 @@ HARMLESS = re.compile(
     r"|gradient_checkpointing|chunk_size_feed_forward|router_\w+|norm_topk_prob|unsloth_\w+"
     r"|routed_scaling_factor|scoring_func|topk_method|aux_loss_alpha|seq_aux|ep_size"
 )
-"""Names of fields that change neither a model's sizes nor its matmuls, whatever they say."""
+"""Names of fields that change neither a model's sizes nor its matmuls."""
 
 
 def sizes_of(config: Any, name: str = "") -> dict[str, Any]:
@@ -170,7 +170,7 @@ class _Fields:
         return values[0] if values else None
 
     def has(self, name: str) -> bool:
-        """Whether there is such a field, be it null."""
+        """Whether there is such a field, even if it is null."""
         return name in self._has
 
     def need(self, *names: str) -> Any:
@@ -196,11 +196,11 @@ class _Fields:
         )
 
     def _unread(self) -> list[str]:
-        """The fields that say something and were not read."""
+        """The fields that have a value and were not read."""
         return [name for name in self._has if self._has[name] and not (name in self._read or HARMLESS.fullmatch(name))]
 
     def check(self) -> None:
-        """Raise ValueError for the first of them."""
+        """Raise ValueError for the first field that has a value and was not read."""
         for name, values in ONLY.items():
             if self._has.get(name) is not None and self.first(name) not in values:
                 self.refuse(name, f"is not read, but only {' or '.join(map(repr, values))}")
@@ -224,7 +224,7 @@ def _biases(fields: _Fields, found: dict[str, Any]) -> None:
 
 
 def _window(fields: _Fields, found: dict[str, Any]) -> None:
-    """To how many tokens a token attends. A list of layers says which of them have a window."""
+    """How many tokens a token attends to. A list of layers says which of them have a window."""
     window, layers = fields.first("sliding_window") or 0, fields.first("layer_types")
     is_used = fields.first("use_sliding_window")
     if is_used is False or (is_used is None and fields.kind.startswith(("qwen", "smollm"))):
@@ -237,9 +237,9 @@ def _window(fields: _Fields, found: dict[str, Any]) -> None:
 
 
 def _falcon(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Key and value heads, and norms: one per layer where attention and MLP share it."""
+    """Key and value heads, and norms: one per layer if attention and MLP share it."""
     kv_heads, norms = fields.first("num_kv_heads"), fields.first("num_ln_in_parallel_attn")
-    has_one = fields.first("multi_query") is not False  # of which configurations leave out what is usual
+    has_one = fields.first("multi_query") is not False  # the default is left out
     is_parallel = fields.first("parallel_attn") is not False
     if fields.first("new_decoder_architecture"):
         return {"kv_heads": kv_heads, "norms": norms or 2}
@@ -265,8 +265,8 @@ def _opt(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Latents, and experts after dense layers. What predicts further tokens (num_nextn_predict_layers) is left out, as
-    transformers leaves it out, and weights that are stored in 8 bit are as many."""
+    """Latents, and experts after dense layers. The multi-token prediction module (num_nextn_predict_layers) is left
+    out, as in transformers. Weights stored in 8 bit count as usual."""
     if (fields.first("quantization_config") or {}).get("quant_method", "fp8") != "fp8":
         fields.refuse("quantization_config", "is not read, but only fp8")
     if found.get("mlp_bias"):

@@ -1,16 +1,16 @@
 """How long the experts of a layer take in one fused kernel, and DeepEP's messages inside a node, as measured.
 
     experts    start + (weights^p + FLOPs^p)^(1/p) + rows + tokens + experts
-               weights of the experts that any token chose are read once; an expert's rows are computed in tiles of 64;
-               rows [2H + 3F] are written and read between its matmuls, tokens [H] before and after, and each expert
-               has to be found
+               the weights of every expert that any token chose are read once; an expert's rows are computed in tiles of
+               64; rows [2H + 3F] are written and read between its matmuls, tokens [H] before and after; and there is a
+               cost per expert
     messages   start + T H (own + copies copy) + turns (turn + H copies each)
-               a token goes once to each other rank that holds any of its experts, and with "low_latency" once for each
-               expert. Tokens take turns on some multiprocessors: "normal" has 20, and "low_latency" one for each
-               expert, or for a few where experts are more. So with 8 experts it is slow
+               a token goes once to each other rank that holds any of its experts, with "low_latency" once for each
+               expert. Tokens take turns on some multiprocessors: "normal" has 20, "low_latency" one for each expert, or
+               for several if there are many experts. So it is slow with 8 experts
 
-Each kernel's constants were fitted to tables (`python -m benchmarks.fit.experts`). docs/forecast.md says how far off
-they are. A training step has kernels of its own, and does not take these times.
+Each kernel's constants were fitted to tables (`python -m benchmarks.fit.experts`); docs/forecast.md has their errors.
+Training steps use other kernels, so these times are not used for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAWS = 6
 
 
 class Work(NamedTuple):
-    """What the fullest rank has to do: numbers of weights and of FLOPs, features of rows and of tokens, and experts."""
+    """The work of the fullest rank: numbers of weights and of FLOPs, features of rows and of tokens, and experts."""
 
     weights: Any
     flops: Any
@@ -43,8 +43,8 @@ class Work(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A kernel: s to start; weights and FLOPs per s, and how sharply the longer of both decides; s per feature of a row
-    and of a token, and per expert."""
+    """A kernel: s to start; weights and FLOPs per s, and the exponent of their soft maximum; s per feature of a row and
+    of a token, and per expert."""
 
     start: float
     weights: float
@@ -92,8 +92,8 @@ def experts_seconds(
     """Seconds of the gated MLPs of the experts on one rank, forward.
 
     tokens   of all ranks that share the experts      hidden, ffn   H, and F, the features of each expert here
-    ep       how many ranks share the experts; it is the one with the most rows that counts
-    skew     0: tokens choose all experts equally often; otherwise how often they do is drawn from a power law with this
+    ep       how many ranks share the experts; the time is that of the rank with the most rows
+    skew     0: tokens choose all experts equally often; otherwise their popularity is drawn from a power law with this
              exponent, above 0 (1.01 and 1.2 were measured)
     dtype    "bfloat16", "fp8", "fp8_block" or "nvfp4"
     kernel   None: the first that was measured on the chip in this dtype
@@ -110,10 +110,10 @@ def experts_seconds(
 def message_seconds(
     cluster: str | Cluster, tokens: int, hidden: int, routing: Routing, kernel: str = "normal"
 ) -> tuple[float, float]:
-    """Seconds of DeepEP's dispatch and of its combine between the 8 ranks of a node, each with so many tokens.
+    """Seconds of DeepEP's dispatch and of its combine between the 8 ranks of a node, each with this many tokens.
 
     kernel   "normal", or "low_latency" for few tokens
-    Raises ValueError for what was not measured, ShapeError where there are no tokens.
+    Raises ValueError for what was not measured, and ShapeError if there are no tokens.
     """
     _check_tokens(tokens)
     ways, given = _measured("messages", cluster, kernel), (tokens, hidden, *sent(cluster, routing, kernel))
@@ -122,7 +122,7 @@ def message_seconds(
 
 
 def sent(cluster: str | Cluster, routing: Routing, kernel: str) -> tuple[float, int]:
-    """How often a token is sent to other ranks of a node; and how many multiprocessors send."""
+    """(how often a token is sent to other ranks of a node, how many multiprocessors send)."""
     if kernel == "normal":
         return expected_copies(routing, 8) * 7 / 8, 20
     kernels = (found := find(cluster)).chip.kernels
@@ -133,7 +133,7 @@ def sent(cluster: str | Cluster, routing: Routing, kernel: str) -> tuple[float, 
 
 @lru_cache(maxsize=1 << 14)
 def fullest(tokens: int, routing: Routing, ep: int, skew: float) -> float:
-    """How many times as many rows as the mean the fullest of `ep` ranks gets, on average over some draws."""
+    """The rows of the fullest of `ep` ranks as a multiple of the mean, averaged over several draws."""
     if not skew or ep == 1:
         return 1.0
     rows = np.mean([loads.sum() for loads in _loads(tokens, routing, ep, skew)])
@@ -142,7 +142,7 @@ def fullest(tokens: int, routing: Routing, ep: int, skew: float) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def work_of(tokens: int, hidden: int, ffn: int, routing: Routing, ep: int, skew: float) -> Work:
-    """What the fullest of `ep` ranks has to do, on average over some draws."""
+    """The work of the fullest of `ep` ranks, averaged over several draws."""
     _check_tokens(tokens)
     each = [(np.count_nonzero(x), x.sum(), (-(-x // TILE) * TILE).sum()) for x in _loads(tokens, routing, ep, skew)]
     chosen, rows, padded = np.mean(each, axis=0)
@@ -169,7 +169,7 @@ def _loads(tokens: int, routing: Routing, ep: int, skew: float) -> list[np.ndarr
         wanted = ((high**power - low**power) * u + low**power) ** (1 / power) if high > low else np.ones(experts)
         loads = np.minimum(np.round(wanted / wanted.sum() * total), tokens).astype(int)
         order, place = np.argsort(-wanted), 0
-        while (lacking := total - loads.sum()) and place < 8 * experts:  # what rounding has left, the most wanted first
+        while (lacking := total - loads.sum()) and place < 8 * experts:  # rows lost to rounding, the most popular first
             expert = order[place % experts]
             loads[expert] = np.clip(loads[expert] + np.sign(lacking), 0, tokens)
             place += 1
@@ -179,7 +179,7 @@ def _loads(tokens: int, routing: Routing, ep: int, skew: float) -> list[np.ndarr
 
 @cache
 def constants() -> dict[str, Any]:
-    """What `python -m benchmarks.fit.experts --write` has written."""
+    """The constants written by `python -m benchmarks.fit.experts --write`."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 

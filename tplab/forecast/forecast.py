@@ -1,4 +1,4 @@
-"""A forecast: how long a training step takes, what each rank holds, whether that fits, and why."""
+"""A forecast: how long a training step takes, what each rank holds, whether it fits, and why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tplab.schedules import Simulation
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step of `batch` sequences would take.
+    """The time and memory of a step of `batch` sequences.
 
     step     seconds and their parts       held   what the ranks at each place of a pipeline hold at their peak
     """
@@ -41,8 +41,8 @@ class Forecast:
 
     @property
     def low(self) -> float | None:
-        """Nine of ten measured steps of its class took between `low` and `high` seconds, where they were forecast to
-        take this; None: the plan is outside what was measured."""
+        """Scaled to this forecast, nine of ten measured steps of its class took between `low` and `high` seconds; None
+        if the plan is outside what was measured."""
         return self.step.low
 
     @property
@@ -51,7 +51,7 @@ class Forecast:
 
     @property
     def measured(self) -> Measured | None:
-        """What was measured of steps like this one, and how far off their forecasts were; None: nothing."""
+        """Measured steps like this one, and the errors of their forecasts; None if there are none."""
         return self.step.measured
 
     @property
@@ -69,13 +69,13 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """The part of the chips' peak that the model's own FLOPs are (`Model.flops_per_token`)."""
+        """Model FLOPs utilization: the model's own FLOPs (`Model.flops_per_token`) as a share of the chips' peak."""
         peak = self.cluster.chip.flops[self.plan.chip_dtype]
         return self.tokens_per_second_per_gpu * self.model.flops_per_token(self.sequence) / peak
 
     def pipeline(self, most: int = 64) -> Simulation:
-        """The simulated pipeline of each of the plan's dp x cp x tp pipelines, its stages as long as they are here. Of
-        more than `most` microbatches some rounds in the middle are left out: they are all alike."""
+        """The simulation of each of the plan's dp x cp x tp pipelines, with the durations of this forecast. Of more
+        than `most` microbatches, some rounds in the middle are left out, because they are all alike."""
         given = (self.model, self.plan, self.cluster, self.batch, self.sequence, self.stack)
         return pipeline(*given, most=most)
 
@@ -83,7 +83,7 @@ class Forecast:
 
     @property
     def memory(self) -> Sequence[Held]:
-        """What each rank of the plan's mesh holds: `memory[rank]`."""
+        """The memory of each rank of the plan's mesh: `memory[rank]`."""
         return _ByRank(self.plan, self.held)
 
     @cached_property
@@ -94,29 +94,29 @@ class Forecast:
 
     @property
     def peak(self) -> Held:
-        """What the worst rank holds."""
+        """The memory of the fullest rank."""
         return self.memory[self.worst_rank]
 
     @property
     def usable(self) -> float:
-        """Bytes that a program can have on a chip."""
+        """Bytes of a chip's memory that a program can use."""
         return room(self.cluster.chip, self.stack).sure
 
     @property
     def fits(self) -> bool:
-        """False only where it is sure: see `tplab.forecast.memory.room`."""
+        """False only if it surely does not fit: see `tplab.forecast.memory.room`."""
         return self.peak.total <= room(self.cluster.chip, self.stack).most
 
     @property
     def surely_fits(self) -> bool:
-        """Whether it also fits if the forecast of memory is not too high. `plans` finds only such plans."""
+        """Whether it fits even if the forecast of memory is not too high. `plans` finds only such plans."""
         return self.peak.total <= self.usable
 
     # --- why ---------------------------------------------------------------------------------------------------------
 
     @cached_property
     def why(self) -> str:
-        """What is in the way, in one sentence: memory, and what would fit; or the part of a step that is lost."""
+        """The main obstacle in one sentence: memory, and what would fit; or the part of a step that is lost."""
         if not self.surely_fits:
             given = (self.model, self.plan, self.cluster.chip, self.batch, self.sequence, self.stack)
             return it_does_not_fit(*given, self.held)
@@ -146,8 +146,8 @@ def forecast(
         forecast("llama3-70b", Plan(dp=8, tp=8, pp=4, zero=1), "h100-measured", batch=1024, sequence=8192)
 
     model     a Model, or the name of one in `tplab.forecast.MODELS`
-    cluster   as for `run`; a measured one gives a forecast with its error, a data sheet seconds at peak rates
-    Raises PlanError where the plan cannot train the model: which number does not divide which.
+    cluster   as for `run`; a measured one gives a forecast with its error, a data sheet gives seconds at peak rates
+    Raises PlanError if the plan cannot train the model, with the numbers that do not divide.
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack, plan)
     taken = step(model, plan, cluster, batch, sequence, stack)

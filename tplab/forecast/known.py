@@ -48,7 +48,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, experts=8, experts_per_token=2),
     "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, 32768, experts=8, experts_per_token=2),
-    # DeepSeek-AI 2024 (arXiv:2412.19437), and its config.json; without the module that predicts a further token
+    # DeepSeek-AI 2024 (arXiv:2412.19437), and its config.json; without the multi-token prediction module
     "deepseek-v3": _llama(61, 7168, 128, 128, 2048, 129280, **_DEEPSEEK_V3),
     # Hugging Face's ultra-scale playbook
     "playbook-1b": _llama(16, 2048, 32, 32, 8192, 131072, tied=True),
@@ -72,7 +72,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "megatron-310b": _gpt(96, 16384, 128),
     "megatron-530b": _gpt(105, 20480, 128),
     "megatron-1t": _gpt(128, 25600, 160),
-    # mosaicml/llm-foundry, commit 061f2c7, scripts/train/yamls/pretrain: as many learned positions as a sequence has
+    # mosaicml/llm-foundry, commit 061f2c7, scripts/train/yamls/pretrain: one learned position per token
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
     "mpt-760m": _mpt(24, 1536, 12),

@@ -1,9 +1,9 @@
-"""How long one layer of a model takes on one rank, and its two ends: computing, and messages that are not hidden.
+"""How long one layer of a model, and each of its two ends, takes on one rank: computing, and messages not hidden.
 
     gpu  = factor x computing + messages that are not hidden
     both = (gpu^8 + host^8)^(1/8): GPUs wait where Python takes longer to start a layer's kernels
 
-Matmuls and collectives are those of the cluster. A causal mask leaves half of attention.
+Matmuls and collectives take the cluster's times. A causal mask leaves half of attention.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ AXES = ("tp", "cp", "ep")
 class Layer(NamedTuple):
     """Seconds of one layer, or of an end of the model, for one microbatch on one rank.
 
-    forward, backward    what the pipeline sees
+    forward, backward    as the pipeline sees them
     computing, recompute, tp, cp, ep, host     the same by reason: computing without and for recomputation, messages
-                         that are not hidden, and by how much the host takes longer
+                         that are not hidden, and the excess of the host's time
     ep_forward, ep_backward            what messages of experts add to `forward` and to `backward`
-    travel_forward, travel_backward    how long they are on their way: the part that is hidden, too
+    travel_forward, travel_backward    the full duration of these messages, including the hidden part
     """
 
     forward: Any = 0.0
@@ -56,7 +56,7 @@ class Layer(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> Layer:
-    """One layer. What `plan` says of dp, pp, ZeRO and the schedule does not matter here: see `local`."""
+    """One layer. It does not depend on the plan's dp, pp, ZeRO stage and schedule: see `local`."""
     tokens = plan.microbatch * sequence // plan.cp
     more: dict[str, Any] = {"etp": plan.etp, "load": plan.load(model, sequence)}
     shapes = model.matmuls(tokens, sequence, plan.tp, plan.ep, sequence_parallel=plan.sequence_parallel, **more)
@@ -86,7 +86,7 @@ def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, sta
 
 @lru_cache(maxsize=1 << 14)
 def ends_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> tuple[Layer, Layer]:
-    """The embedding; and the final norm, the logits and the loss, which are left in 16 bit."""
+    """(embedding, head): the head is the final norm, the logits and the loss, all in 16 bit."""
     tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
     factor = stack.factor * correction(cluster, plan)
     stream = factor * from_memory(cluster, 2 * tokens * model.hidden * size)
@@ -102,7 +102,7 @@ def ends_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stac
 
 @lru_cache(maxsize=1 << 16)
 def local(plan: Plan) -> Plan:
-    """The plan with only what matters to one layer and microbatch: plans that share it have equal layers."""
+    """The plan reduced to what matters to one layer and microbatch: plans with the same reduction have equal layers."""
     dp = -(-plan.ep * plan.expert_tp // (plan.cp * plan.tp))
     return replace(plan, dp=dp, pp=1, virtual=1, zero=0, schedule="1f1b", balance="layers")
 
@@ -115,7 +115,7 @@ def _with_host(forward: float, backward: float, host: float, *reasons: float) ->
 
 
 def kernel_bytes(model: Model, plan: Plan, sequence: int) -> float:
-    """Bytes that norms, residuals, rotations and activations of a layer read and write forward, each tensor once."""
+    """Bytes that a layer's norms, residuals, rotations and activations read and write forward, each tensor once."""
     tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
     outside = model.hidden * (10 + 5 * model.dropout) + 2 * (model.q_rank + model.kv_rank)  # latents have norms
     outside /= plan.tp if plan.sequence_parallel else 1
@@ -128,11 +128,11 @@ def kernel_bytes(model: Model, plan: Plan, sequence: int) -> float:
 
 def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> tuple[float, float]:
     """Scores, softmax and values: seconds forward and backward. With context parallelism, one kernel for the keys of
-    each rank, which a causal mask halves: of those whose turn is balanced, as in Megatron."""
+    each rank, halved by the causal mask: tokens are laid out so that ranks are balanced, as in Megatron."""
     dtype = "bfloat16" if plan.chip_dtype.startswith("float8") else plan.chip_dtype
     if plan.flash:
         one = sequence // plan.cp
-        width = model.attention_width // model.heads  # of latents, the mean: FLOPs and bytes are the same
+        width = model.attention_width // model.heads  # with latents, the mean width: FLOPs and bytes are the same
         shape = plan.microbatch, model.heads // plan.tp, one, one, width, dtype, True
         kernel, kv_heads = _kernel(plan, cluster, stack), max(1, model.num_kv_heads // plan.tp)
         there, back = (
@@ -152,7 +152,7 @@ def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack:
 
 
 def _kernel(plan: Plan, cluster: Cluster, stack: Stack) -> str | None:
-    """The plan's kernel of attention; else the stack's, or the newest of the chip if it has not that one."""
+    """The plan's attention kernel; otherwise the stack's or, if the chip does not have it, the chip's newest."""
     kernels = cluster.chip.kernels
     if plan.attention or kernels is None:
         return plan.attention
@@ -168,14 +168,14 @@ def _matmuls(cluster: Cluster, shapes: tuple[tuple[int, int, int, int], ...], dt
 
 
 def from_memory(cluster: Cluster, num_bytes: float) -> float:
-    """Seconds to read or write so many bytes of a chip's memory."""
+    """Seconds to read or write this many bytes of a chip's memory."""
     reached = 1.0 if cluster.chip.kernels is None else cluster.chip.kernels.bandwidth
     return num_bytes / (cluster.chip.memory_bandwidth * reached)
 
 
 def correction(cluster: Cluster, plan: Plan) -> float:
-    """Seconds that training takes per second of its kernels one by one, in 16 bit on a B200, beside the stack's factor.
-    Fitted to four runs; in 8 bit nobody has published one of a dense model."""
+    """Seconds of training per second of its kernels run one by one, in 16 bit on a B200, besides the stack's factor.
+    Fitted to four runs. No run of a dense model in 8 bit has been published."""
     if cluster.chip.kernels is None or ITEMSIZE[plan.dtype] < 2:
         return 1.0
     return next((by for name, by in constants()["chips"].items() if cluster.chip.name.startswith(name)), 1.0)

@@ -1,4 +1,4 @@
-"""What each rank holds at the moment when it holds most: parameters, gradients, optimizer, activations, logits, ..."""
+"""The peak memory of each rank: parameters, gradients, optimizer, activations, logits, ..."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tplab.forecast.stages import held_parameters
 class Held:
     """Bytes of one rank at its peak.
 
-    parameters    its own, or its pieces of them (ZeRO 3)     gradients    sums, in grad_dtype; what is being reduced
+    parameters    its own, or its pieces of them (ZeRO 3)     gradients    sums, in grad_dtype, and those being reduced
     optimizer     Adam's two moments, and float32 copies of 16-bit parameters
     gathered      whole parameters of the layers that run (ZeRO 3)
-    activations   kept of the microbatches in flight, and what is computed again
-    logits        of the last stage, and what the loss makes of them
-    buffers       what the backward pass needs besides, and libraries' workspaces; nothing of tplab's own is counted
-    in_flight     how many microbatches are, of all of the rank's layers
+    activations   of the microbatches in flight, and those recomputed
+    logits        of the last stage, and the loss's copies of them
+    buffers       what the backward pass needs in addition, and workspaces of libraries; nothing of tplab's is counted
+    in_flight     how many microbatches are in flight, over all of the rank's layers
     """
 
     parameters: int
@@ -60,7 +60,7 @@ class Held:
 
 
 def memory(model: Model, plan: Plan, batch: int, sequence: int, stack: str | Stack = "megatron") -> tuple[Held, ...]:
-    """What the ranks at each place of a pipeline hold. Ranks at the same place hold the same."""
+    """The memory of the ranks at each place of a pipeline. Ranks at the same place hold the same."""
     block = Block.of_plan(plan, batch, Tables(model, None, sequence, find_stack(stack, plan)))
     (family,), found = block.families, list[Held]()
     (peaks,) = _peaks(block, family._replace(places=[[place] for place in range(plan.pp)]), 0)
@@ -75,12 +75,12 @@ def memory(model: Model, plan: Plan, batch: int, sequence: int, stack: str | Sta
 
 
 def peak_bytes(model: Model, plan: Plan, batch: int, sequence: int, stack: str | Stack = "megatron") -> int:
-    """What the rank holds that holds most."""
+    """The peak of the rank that holds most."""
     return max(held.total for held in memory(model, plan, batch, sequence, stack))
 
 
 def bytes_of(block: Block) -> Array:
-    """What the rank holds that holds most [pairs, recomputes, zeros, ways]; 0 where a plan is impossible."""
+    """The peak of the rank that holds most [pairs, recomputes, zeros, ways]; 0 for an impossible plan."""
     found = np.zeros(block.shape)
     for family in block.families:
         states = np.stack([_states(block, family, places[0]).sum(axis=-1) for places in family.places])
@@ -92,7 +92,7 @@ def bytes_of(block: Block) -> Array:
 
 
 def _states(block: Block, family: Family, place: int) -> Array:
-    """Parameters, gradients, optimizer, what is gathered, and what libraries allocate [pairs, zeros, 5]."""
+    """Parameters, gradients, optimizer, gathered parameters, and workspaces of libraries [pairs, zeros, 5]."""
     model, stack = block.tables.model, block.tables.stack
 
     def of(plan: Plan) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def _states(block: Block, family: Family, place: int) -> Array:
 def state_bytes(model: Model, plan: Plan, place: int, stack: Stack) -> tuple[int, int, int, int]:
     """(parameters, gradients, optimizer, gathered) of a rank at this place of its pipeline.
 
-    Per parameter, with R = dp x cp ranks that ZeRO divides over (of experts: R tp / ep):
+    Per parameter, with ZeRO over R = dp x cp ranks (for experts, R tp / ep):
 
         ZeRO   parameters   gradients   optimizer, 16 bit   optimizer, 32 bit
         0      size         grad        12                  8
@@ -119,8 +119,8 @@ def state_bytes(model: Model, plan: Plan, place: int, stack: Stack) -> tuple[int
         2      size         grad / R    12 / R              8 / R
         3      4 / R        grad / R    8 / R               8 / R      the pieces are float32 and have no other copy
 
-    With states in bfloat16 the parameters have no other copy, and 12 and 8 are 4. Rajbhandari et al. 2020, section 3.
-    With ZeRO 3 the layer that runs and the next one are gathered.
+    With states in bfloat16 the parameters have no other copy, and 4 replaces 12 and 8. Rajbhandari et al. 2020,
+    section 3. With ZeRO 3 the layer that runs and the next one are gathered.
     """
     size, grad = plan.kept_size, ITEMSIZE[plan.grad_dtype]
     held = held_parameters(model, plan, place, stack)
@@ -138,10 +138,10 @@ def state_bytes(model: Model, plan: Plan, place: int, stack: Stack) -> tuple[int
 
 
 class Peaks(NamedTuple):
-    """What ranks hold when they may hold most, of pairs whose schedules are alike.
+    """What ranks hold at candidate moments for their peak, for pairs whose schedules are alike.
 
     pairs    of the block                kinds    of rank, at each of these moments: an index of `Family.places`
-    layers   how many layers are kept, of all microbatches [moments, pairs, 1]
+    layers   how many layers are kept, over all microbatches [moments, pairs, 1]
     bytes    activations, logits and work [3, moments, pairs, recomputes]
     """
 
@@ -172,11 +172,11 @@ def _peaks(block: Block, family: Family, way: int) -> Iterator[Peaks]:
 
 @lru_cache(maxsize=4096)
 def _moments(shape: Shape, places: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """The moments when ranks may hold most [12, moments].
+    """The moments at which ranks may hold most [12, moments].
 
-    That is when a backward pass begins: in the head, or in the layers, when that microbatch's logits are gone. Rows:
-    the kind of rank, and whether it begins in the head; how many layers, dense ones, embeddings and heads are kept of
-    all microbatches, how many of these heads end then, and how many more of the five each further microbatch brings.
+    These are the beginnings of backward passes: in the head, or in the layers, after that microbatch's logits are
+    freed. Rows: the kind of rank; whether the pass begins in the head; how many layers, dense layers, embeddings and
+    heads are kept over all microbatches; how many of these heads end; how many of the five each further one adds.
     """
     rule, ranks, virtual, microbatches, stages = shape
     placement, found = Plan(pp=ranks, virtual=virtual, schedule=rule).placement, list[tuple[int, ...]]()
@@ -203,7 +203,7 @@ def wasted_bytes(model: Model, plan: Plan, stack: Stack) -> int:
 
 
 def usable_bytes(chip: Chip) -> float:
-    """What programs can have of a chip's memory: data sheets call 2^30 bytes a GB, and the driver takes a hundredth.
+    """The part of a chip's memory that programs can use: data sheets call 2^30 bytes a GB, and the driver takes 1 %.
 
     A run on H100s of "80 GB" had 77.4 GiB allocated (the ultra-scale playbook).
     """
@@ -211,14 +211,14 @@ def usable_bytes(chip: Chip) -> float:
 
 
 class Room(NamedTuple):
-    """What fits on a chip: a plan whose forecast is up to `sure` bytes fits, and one beyond `most` does not. Between
-    them it may, because forecasts of this stack have been too high by that much."""
+    """What fits on a chip: a plan with a forecast of up to `sure` bytes fits, and one above `most` does not. In between
+    it may fit, because forecasts for this stack have been too high by that much."""
 
     sure: float
     most: float
 
 
 def room(chip: Chip, stack: str | Stack = "megatron") -> Room:
-    """How many bytes a forecast for this stack may say. Every statement that a plan fits, or does not, rests on it."""
+    """The limits for a forecast of bytes for this stack. Every statement that a plan fits, or does not, uses them."""
     usable = usable_bytes(chip)
     return Room(usable, usable / (1 - find_stack(stack).keeps.too_high))

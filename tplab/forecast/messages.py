@@ -1,4 +1,4 @@
-"""How long the messages of a plan take, and how much of that shows: over which ranks, on which network."""
+"""How long the messages of a plan take over their ranks and networks, and how much of that is not hidden."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tplab.forecast.traffic import Sent
 
 @lru_cache(maxsize=64)
 def over_cards(cluster: Cluster, cards: int | None) -> Cluster:
-    """The cluster with only so many network cards in each node; None: with all of them."""
+    """The cluster with only this many network cards per node; None: with all of them."""
     return cluster if cards is None or cluster.outer_link is None else replace(cluster, cards=cards)
 
 
 def ranks_along(plan: Plan, axis: str, size: int = 0) -> tuple[int, ...]:
-    """The ranks of rank 0's group of an axis. "dp" includes cp; that of experts, or nodes, has another `size`."""
+    """The ranks of rank 0's group along an axis. "dp" includes cp; a group of experts or nodes has another `size`."""
     stride, ranks = {
         "tp": (1, plan.tp),
         "cp": (plan.tp, plan.cp),
@@ -36,7 +36,7 @@ def ranks_along(plan: Plan, axis: str, size: int = 0) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def price(cluster: Cluster, op: str, num_bytes: float, ranks: tuple[int, ...]) -> Cost:
-    """One collective over these ranks, or "send" to the next, while all groups of its axis do the same.
+    """One collective over these ranks, or a "send" to the next, while all groups of its axis do the same.
 
     num_bytes   the whole tensor
     """
@@ -52,7 +52,7 @@ def price(cluster: Cluster, op: str, num_bytes: float, ranks: tuple[int, ...]) -
 def shown(
     sent: Iterable[Sent], model: Model, plan: Plan, cluster: Cluster, stack: Stack, axis: str, is_forward: bool
 ) -> float:
-    """Seconds of messages along `axis` in one pass that are not hidden. Recomputation is part of the backward pass."""
+    """Seconds of messages along `axis` in one pass that are not hidden. The backward pass includes recomputation."""
     axes = ("ep", "ep inside", "etp") if axis == "ep" else (axis,)
     chosen = [one for one in sent if one.axis in axes and (one.phase == "forward") == is_forward]
     if not chosen:
@@ -67,13 +67,13 @@ def shown(
 
 
 def sent_once(copies: int, groups: int) -> float:
-    """The share of a token's copies that travel if a node (or in one node, a rank) with several of its experts gets it
-    only once, as DeepEP sends it: groups (1 - (1 - 1 / groups)^copies) of them, where all groups are equally likely."""
+    """The share of a token's copies that are sent if a node (or within a node, a rank) with several of its experts
+    receives it only once, as with DeepEP: groups (1 - (1 - 1 / groups)^copies) if all groups are equally likely."""
     return groups * (1 - (1 - 1 / groups) ** copies) / copies
 
 
 def send_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int) -> float:
-    """From one stage to the next: the activations of a microbatch."""
+    """Seconds to send the activations of a microbatch from one stage to the next."""
     if plan.pp == 1:
         return 0.0
     tokens = plan.microbatch * sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)

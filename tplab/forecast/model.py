@@ -1,4 +1,4 @@
-"""A model as a forecast needs it: its sizes, its parameters part by part, and its matmuls."""
+"""A model as forecasts use it: its sizes, its parameters by part, and its matmuls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tplab.sharding import cut
 
 
 class Part(NamedTuple):
-    """How many numbers a part of the model has, by how tensor parallelism and expert parallelism divide them.
+    """The parameter counts of a part of the model, by how tensor and expert parallelism divide them.
 
-    split     divided over the tensor-parallel ranks     copied    on each of them
-    experts   divided over the ep x etp ranks that have one copy of all experts together: see `Plan.etp`
+    split     divided over the tensor-parallel ranks     copied    replicated on them
+    experts   divided over the ep x etp ranks that together hold one copy of all experts: see `Plan.etp`
     """
 
     split: int = 0
@@ -32,17 +32,17 @@ class Part(NamedTuple):
         return sum(self)
 
     def on_rank(self, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
-        """The numbers that one rank has."""
+        """The number of parameters on one rank."""
         return self.split // tp + self.copied + self.experts // (ep * expert_tp(tp, ep, etp))
 
 
 def expert_tp(tp: int, ep: int, etp: int | None = None) -> int:
-    """Over how many ranks each expert is divided; if nothing is said, none where ranks share experts, and else tp."""
+    """The number of ranks that divide each expert; by default 1 if ranks share the experts, otherwise tp."""
     return etp or (1 if ep > 1 else tp)
 
 
 _ONE, _NONE = ("layers", "hidden", "heads", "vocab", "end_norms"), ("dense_layers", "q_rank", "kv_rank", "rope_dim")
-"""Of sizes, some that are 1 at least, and some that may be 0."""
+"""Sizes that must be at least 1, and sizes that may be 0."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,25 @@ class Model:
     heads, kv_heads       query heads; key and value heads (as many if None) of head_dim features (h / heads if None)
     ffn, gated            features inside the MLP (4 h if None); gated: three matrices (SwiGLU), else two
     vocab, tied           entries; tied: the head has the embedding's weight
-    experts               MLPs per layer, of which a token goes through experts_per_token; 0: one MLP and no router
-    groups, top_groups    the experts are so many groups, of which a token goes to so many: see `tplab.experts.Routing`
-    shared_ffn            features of an MLP beside the experts, which every token goes through
-    dense_layers          of the layers, so many first ones have an MLP of dense_ffn features in place of experts
-    kv_rank               features of the latent that keys and values are made of (DeepSeek-V2's attention); 0: there is
-                          none. Beside it: q_rank, the same of queries; rope_dim, those of head_dim that are rotated,
-                          which all key heads share; value_dim, features of a value head (head_dim if None)
+    experts               MLPs per layer, of which a token uses experts_per_token; 0: one MLP and no router
+    groups, top_groups    the number of groups of experts, and of groups that a token uses: see `tplab.experts.Routing`
+    shared_ffn            features of an MLP that every token uses in addition to its experts
+    dense_layers          the number of first layers that have an MLP of dense_ffn features instead of experts
+    kv_rank               features of the latent from which keys and values are computed (DeepSeek-V2's attention); 0:
+                          there is none. With it: q_rank, the same for queries; rope_dim, the rotated features of
+                          head_dim, shared by all key heads; value_dim, features of a value head (head_dim if None)
     positions             learned positions; 0: rotary ones, which have no parameters
-    norm, bias            "rms" or "layer", which has a bias; whether linear layers have one. Those of experts have none
+    norm, bias            "rms" or "layer", which has a bias; whether linear layers, other than experts, have one
     qkv_bias, output_bias, mlp_bias, head_bias      whether only these have a bias: query, key and value; attention's
                           output projection; the MLP; the head
     qk_norm               whether query and key have a norm per head
-    norms, end_norms      norms of a layer; and outside of the layers: the final one, and with 2 one after the embedding
-    shared_gate           whether a gate of h numbers is before the shared MLP
+    norms, end_norms      norms per layer; norms outside the layers: the final one, and with 2 one after the embedding
+    shared_gate           whether the shared MLP has a gate of h parameters
     window                tokens that a token attends to in some layers; 0: all. Longer sequences are refused
     dropout               whether it is trained with dropout, whose masks are kept
 
-    A layer computes attention, and then the MLP. Models that compute both at once are counted so, too. What is said of
-    a layer is said of those with experts: `dense` is the model as if all layers were as the first ones.
+    A layer computes attention, then the MLP. Models that compute both in parallel are counted in the same way.
+    Properties of a layer describe layers with experts; `dense` is the model as if all layers were like the first ones.
     """
 
     _: KW_ONLY
@@ -157,8 +157,8 @@ class Model:
 
     @property
     def attention_width(self) -> int:
-        """Features of all query heads together: h, in most models. The mean of those and of as many value heads, where
-        these are of another width."""
+        """Features of all query heads together: h, in most models. If value heads have another width, the mean of this
+        and the features of as many value heads."""
         return self.heads * (self.head_width + self.value_width) // 2
 
     @property
@@ -168,8 +168,8 @@ class Model:
 
     @cached_property
     def projections(self) -> Mapping[str, tuple[int, int, bool]]:
-        """Attention's matrices: features in, features out, and whether tensor parallelism divides them. It does not
-        divide those that make latents, as in Megatron: their output is gathered, in place of what they multiply."""
+        """Attention's matrices: features in, features out, and whether tensor parallelism divides them. As in Megatron,
+        it does not divide those that compute latents: their output is gathered instead of their input."""
         h, wide, key = self.hidden, self.heads * self.head_width, self.head_width - self.rope_dim
         output = {"output projection": (self.heads * self.value_width, h, True)}
         if not self.kv_rank:
@@ -183,12 +183,12 @@ class Model:
 
     @property
     def latent_width(self) -> int:
-        """Features that tensor parallelism gathers for attention: h, or those of latents."""
+        """Features that tensor parallelism gathers for attention: h, or those of the latents."""
         return (self.q_rank or self.hidden) + self.kv_rank + self.rope_dim
 
     @cached_property
     def dense(self) -> Model:
-        """The model as if all layers were as its first ones; itself, if these are as all others."""
+        """The model as if all layers were like the first ones; itself if they are all alike."""
         if not self.dense_layers:
             return self
         less = {"experts": 0, "experts_per_token": 0, "groups": 1, "top_groups": 1, "shared_ffn": 0, "dense_layers": 0}
@@ -196,7 +196,7 @@ class Model:
 
     @property
     def routing(self) -> Routing:
-        """How a token's experts are chosen, as far as it says how many copies of it travel."""
+        """How a token's experts are chosen, as far as it determines how many copies of the token are sent."""
         return Routing(self.experts, self.experts_per_token, groups=self.groups, top_groups=self.top_groups)
 
     @property
@@ -211,7 +211,7 @@ class Model:
         h, ffn, latents = self.hidden, self.ffn_width, self.q_rank + self.kv_rank
         matrices = self.projections.values()
         split, copied = (sum(a * b for a, b, is_split in matrices if is_split == which) for which in (True, False))
-        if self.bias or self.qkv_bias:  # with latents, what makes these has one
+        if self.bias or self.qkv_bias:  # with latents, the matrices that compute them have one
             split += 0 if self.kv_rank else self.attention_width + 2 * self.kv_width
             copied += latents + self.rope_dim
         copied += latents  # their norms
@@ -227,7 +227,7 @@ class Model:
         return parts | {"norms": Part(copied=self.norms * self._norm)}
 
     def _mlp(self, ffn: int) -> tuple[int, int]:
-        """(numbers that are split, numbers that are copied) of one MLP."""
+        """(split, copied) parameters of one MLP."""
         up, bias = 2 if self.gated else 1, self.bias or self.mlp_bias
         return (up + 1) * self.hidden * ffn + (up * ffn if bias else 0), self.hidden if bias else 0
 
@@ -237,12 +237,12 @@ class Model:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Of one layer, all experts included."""
+        """Parameters of one layer, including all experts."""
         return sum(part.total for part in self.layer_parts.values())
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         first = self.dense_layers * self.dense.layer_parameters
         return first + (self.layers - self.dense_layers) * self.layer_parameters + sum(self.end_parts.values())
 
@@ -260,7 +260,7 @@ class Model:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Those that a token meets: of the experts only the ones it goes through."""
+        """The parameters that a token uses: of the experts, only those chosen for it."""
         if not self.experts:
             return self.parameters
         experts = self.layer_parts["mlp"].experts
@@ -268,12 +268,12 @@ class Model:
         return self.parameters - (self.layers - self.dense_layers) * unused
 
     def layer_on_rank(self, tp: int = 1, ep: int = 1, etp: int | None = None) -> int:
-        """The parameters of one layer that one rank has."""
+        """The parameters of one layer on one rank."""
         return sum(part.on_rank(tp, ep, etp) for part in self.layer_parts.values())
 
     def vocab_on_rank(self, tp: int = 1) -> int:
-        """The vocabulary entries of the first of `tp` ranks: where tp does not divide the vocabulary, the last ones
-        have fewer."""
+        """The vocabulary entries of the first of `tp` ranks; if tp does not divide the vocabulary, the last ranks have
+        fewer."""
         return len(cut(self.vocab, tp, "ceil")[0])
 
     # --- computing ---------------------------------------------------------------------------------------------------
@@ -293,10 +293,10 @@ class Model:
 
         tokens   of this rank, all sequences together       keys   how many positions each of them attends to
         ep, etp  ranks that share the experts, and ranks that divide each of them: see `Plan`
-        load     of a rank's experts, beside the mean
-        sequence_parallel    whether each of the tensor-parallel ranks makes the latents of its own tokens only
-        Scores and values are counted for all heads, without the half that a causal mask could save. Each of a rank's
-        experts is counted with as many tokens.
+        load     of a rank's experts, as a multiple of the mean
+        sequence_parallel    whether each tensor-parallel rank computes latents only for its own tokens
+        Scores and values are counted for all heads, without the half that a causal mask could save. A rank's experts
+        are counted with equally many tokens.
         """
         h, heads = self.hidden, self.heads // tp
         up, ffn = (2 if self.gated else 1), self.ffn_width // tp
@@ -326,9 +326,9 @@ class Model:
         return tokens, self.vocab_on_rank(tp), self.hidden, 1
 
     def flops_per_token(self, sequence: int) -> float:
-        """Forward and backward of one token, as an MFU counts them: 6 N + 12 L s (heads x head_dim).
+        """Forward and backward of one token, as counted for MFU: 6 N + 12 L s (heads x head_dim).
 
-        N are the parameters that a token meets, and every position attends to all s. Chowdhery et al. 2022
+        N is the number of parameters that a token uses, and every position attends to all s. Chowdhery et al. 2022
         (arXiv:2204.02311), appendix B.
         """
         return 6 * self.active_parameters + 12 * self.layers * self.attention_width * sequence
@@ -339,7 +339,7 @@ class Model:
     def find(cls, model: str | Model) -> Model:
         """A model by name (`tplab.forecast.MODELS` has them all); a Model is returned unchanged.
 
-        "meta-llama/Llama-3.1-70B" and "Llama3_70b" are "llama3-70b", too.
+        "meta-llama/Llama-3.1-70B" and "Llama3_70b" are also "llama3-70b".
         """
         if isinstance(model, Model):
             return model
@@ -353,14 +353,14 @@ class Model:
         """From the configuration of a Hugging Face model (or its config.json, as a dict or by its path), or from a
         `GPTConfig`.
 
-        `tplab.forecast.config.KINDS` has every `model_type` that is read. Raises ValueError for another one, and for a
-        field that says something and is not read: it is named.
+        `tplab.forecast.config.KINDS` has every `model_type` that is read. Raises ValueError for any other, and for a
+        field that has a value and is not read, by name.
         """
         return cls(**sizes_of(config, name))
 
 
 def _plain(name: str) -> str:
-    """A model's name without what people write differently. Llama 3.1 and 3.3 have the sizes of Llama 3."""
+    """The canonical form of a model's name. Llama 3.1 and 3.3 have the sizes of Llama 3."""
     plain = "".join(letter for letter in name.lower().split("/")[-1] if letter.isalnum())
     plain = plain.removeprefix("meta").removesuffix("instruct")
     return "llama3" + plain[7:] if plain.startswith(("llama31", "llama33")) else plain

@@ -1,4 +1,4 @@
-"""How long takes what is done once in a step: sending gradients and parameters, and the optimizer."""
+"""The time of what happens once per step: sending gradients and parameters, and the optimizer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from tplab.forecast.stacks import Stack
 from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.traffic import step_traffic
 
-ADAM_BYTES = 30
-"""Read and written per parameter by AdamW: gradient, master copy and both moments in float32; parameter in 16 bit."""
-
 
 class Once(NamedTuple):
-    """Seconds of what is not in the layers, of one rank: sending all gradients, and all parameters; its optimizer.
+    """Seconds of one rank outside the layers: sending all gradients, sending all parameters, and its optimizer.
 
-    first    ZeRO 3: what nothing hides, the first layer's parameters and the last one's gradients
-    hidden   the share of gradients that can be hidden at most: the last bucket never is
+    first    ZeRO 3: the messages that nothing hides, the first layer's parameters and the last gradients
+    hidden   the largest share of gradients that can be hidden: the last bucket never is
     """
 
     gradients: Any = 0.0
@@ -36,9 +33,9 @@ class Once(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: Stack) -> Once:
-    """Of a rank at this place of its pipeline: gradients and parameters, and the optimizer.
+    """The times of a rank at this place of its pipeline.
 
-    They are sent in buckets as torch's; with ZeRO 3, layer by layer.
+    Gradients and parameters are sent in buckets like torch's; with ZeRO 3, layer by layer.
     """
     plan = stack.cut(plan)
     held, stages = held_parameters(model, plan, place, stack), stages_on(model, plan, place)
@@ -52,12 +49,14 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
             buckets = units if plan.zero == 3 else max(1, round(one.bytes / stack.bucket))
             most = max(most, buckets)
             sums[one.part] += one.count * buckets * price(cluster, one.op, one.bytes / buckets, ranks).seconds
-    kept = held.total / (plan.copies if plan.zero else 1)
-    grad = ITEMSIZE[plan.grad_dtype]
-    optimizer = from_memory(cluster, kept * ADAM_BYTES + 2 * grad * held.total) + sums["tied"]
+    kept = held.dense / plan.copies + held.experts / plan.expert_copies if plan.zero else held.total
+    grad, size, state = ITEMSIZE[plan.grad_dtype], plan.kept_size, ITEMSIZE[plan.state_dtype or "float32"]
+    # AdamW reads the gradient, reads and writes both moments and the parameter, and writes its narrower copy, if any
+    moved = grad + 4 * state + 2 * max(size, state) + size * (size < state)
+    optimizer = from_memory(cluster, kept * moved + 2 * grad * held.total) + sums["tied"]
     gradients, parameters = sums["gradients"], sums["parameters"]
     if plan.zero < 3:
-        has_two_ways = any(stage.share < 1 for stage in stages)  # each waits for its twin's
+        has_two_ways = any(stage.share < 1 for stage in stages)  # each waits for its twin's gradients
         can_hide = plan.overlap and not has_two_ways
         return Once(gradients, parameters, optimizer, hidden=min(stack.hidden[1], 1 - 1 / most) * can_hide)
     again = stack.gathers == 3 and plan.recompute == "full"

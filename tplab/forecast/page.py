@@ -1,4 +1,4 @@
-"""A page of forecasts: a table, time against memory, the parts of a step, what each rank holds. It needs no script."""
+"""A page of forecasts: a table, time against memory, the parts of a step, the memory of each rank; without scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.forecast.why import LOST, NAMES
 
 GIB = 2**30
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a000", "#7f7f7f", "#8c6bb1", "#bcbd22")
-"""Okabe and Ito's, which colour-blind readers can tell apart."""
+"""The Okabe-Ito palette, which colour-blind readers can tell apart."""
 _PARTS = {"computing": "computing"} | {name: text for name, (text, _) in LOST.items()}
 
 _PAGE = """\
@@ -60,7 +60,7 @@ def _layouts(reason: str) -> str:
 
 
 def to_page(title: str, about: str, found: Sequence[Forecast], lost: Mapping[str, int]) -> str:
-    """An HTML page of the plans in `found`, the best first; `lost` says how many others lost for which reason."""
+    """An HTML page of the plans in `found`, the best first; `lost`: reason -> how many plans lost for it."""
     parts = [{name: one.parts.get(name, 0.0) for name in _PARTS} for one in found]
     kinds = [{name: getattr(one.peak, name) / GIB for name in NAMES} for one in found]
     reasons = sorted(lost.items(), key=lambda reason: -reason[1])
@@ -86,7 +86,7 @@ def _rows(found: Sequence[Forecast]) -> Iterator[str]:
 
 
 def _dots(found: Sequence[Forecast]) -> str:
-    """Seconds along, GiB up."""
+    """A scatter plot: seconds along x, GiB along y."""
     width, height, left, low = 900, 300, 60, 270
     fast, slow = (few(one.seconds for one in found) for few in (min, max))
     begin, end = fast - 0.05 * slow, slow + 0.05 * slow
@@ -111,7 +111,7 @@ def _dots(found: Sequence[Forecast]) -> str:
 
 
 def _bars(rows: Sequence[Mapping[str, float]], unit: str) -> str:
-    """One bar for each plan, of parts that add up."""
+    """One stacked bar per plan."""
     width, left, step = 900, 30, 24
     longest = max(sum(row.values()) for row in rows)
     lines = [f'<svg viewBox="0 0 {width} {step * len(rows)}" role="img" aria-label="parts of each plan">']

@@ -1,12 +1,12 @@
-"""What a plan's schedule does: how long the pipeline takes with given stages, and how many microbatches are in memory.
+"""A plan's schedule: how long the pipeline takes with given stages, and how many microbatches are in memory.
 
-A makespan is the longest path through the schedule, and a path's seconds are a sum of those of its actions. So paths
-that are longest for some stages give the makespans for many, as the largest of a few sums:
+A makespan is the longest path through the schedule, and a path takes the sum of its actions' seconds. So a few paths,
+each the longest for some stages, give the makespans for many stages, as the largest of a few sums:
 
     makespan = max over paths of  layers on it x a layer's F, B, ..  + embeddings + heads + messages x seconds of one
 
-Of a forward and a backward pass that run as one action, each one's messages of experts lie under what the other
-computes. So the pair takes what both compute, or all of their messages, or one of them by itself: whichever is longest.
+If a forward and a backward pass run as one action, the messages of experts in each are hidden by the computation of the
+other. So the pair takes the longest of: the computation of both, the messages of both, and either pass by itself.
 
 A schedule repeats itself: each further round of one microbatch per rank takes as long as the one before.
 """
@@ -30,14 +30,14 @@ TAKES = np.array([
     [1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0], [0, 0.5, 0.5, 0, 0, 0, 0], [0, 0.5, -0.5, 0, 0, 0, 0],
     [1, 0, 0, -1, 0, 0, 0], [0, 1, 0, 0, -1, 0, 0], [0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1],
 ])  # fmt: skip
-"""F, B, I and W of a stage; F and B without messages of experts; and these of both: as sums of its (forward, backward,
-recompute, ep_forward, ep_backward, travel_forward, travel_backward). All of recomputation is before I."""
+"""F, B, I and W of a stage; F and B without messages of experts; and the messages of F and B: as sums of (forward,
+backward, recompute, ep_forward, ep_backward, travel_forward, travel_backward). I includes all recomputation."""
 COMPUTES, TRAVELS = 4, 6
 TERMS = 17
-"""A path is a sum of so many: forward, backward and recompute of each of `Stage.counts`, four of messages of experts
-in the layers that have them, and messages between stages."""
+"""The number of terms of a path: forward, backward and recompute of each of `Stage.counts`, four for messages of
+experts in the layers that have them, and messages between stages."""
 CELLS = 1 << 21
-"""How many numbers are simulated at once."""
+"""The most numbers simulated at once."""
 
 
 TYPICAL = np.array([
@@ -46,14 +46,14 @@ TYPICAL = np.array([
     for travel in (0.0, 0.4, 1.2) for again in (0, 1)
     for head, back, first in ((0.3, 1.7, 1.0), (1.2, 2.0, 0.3), (4.0, 2.3, 0.6)) for send in (0.0, 0.1)
 ])  # fmt: skip
-"""Pipelines of models that people train, in forward passes of a layer: see `makespans`. The first third sends nothing
-to experts, and is all that counts where no two passes are one action."""
+"""Typical pipelines, in units of a layer's forward pass: see `makespans`. The first third sends nothing to experts, and
+is all that matters unless two passes run as one action."""
 _known = dict[Any, Array]()
-"""Of a shape, the paths of typical pipelines."""
+"""Shape -> the paths of typical pipelines."""
 
 
 class Shape(NamedTuple):
-    """A pipeline without its seconds.
+    """A pipeline without durations.
 
     rule, ranks, virtual, microbatches    of its schedule
     stages    what is in each stage: (layers, dense first ones, whether the embedding is, whether the head is)
@@ -72,12 +72,12 @@ class Shape(NamedTuple):
 def makespans(
     shapes: Sequence[Shape], seconds: Sequence[Array], counts: Sequence[Array], exact: bool = True
 ) -> list[Array]:
-    """The makespans of pipelines that differ in their seconds and in how many microbatches they have.
+    """The makespans of pipelines that differ in their durations and in their numbers of microbatches.
 
-    seconds   for each shape [pipelines, TERMS]: backward includes recompute; a message is one to the next stage
-    counts    for each shape [pipelines]: microbatches, of which `few` are the shape's
-    exact     whether each pipeline is simulated. If not, paths are those of typical stages, which are remembered; no
-              pipeline takes less than they say, and few of them more
+    seconds   for each shape [pipelines, TERMS]: backward includes recompute; a message goes to the next stage
+    counts    for each shape [pipelines]: microbatches, of which the shape has `few`
+    exact     whether each pipeline is simulated. If not, the cached paths of typical stages are used: no pipeline takes
+              less than they give, and few take more
     """
     shorter = [shape._replace(microbatches=shape.microbatches - round_of(*shape[:2])) for shape in shapes]
     grows = [bool(np.any(count > shape.microbatches)) for shape, count in zip(shapes, counts)]
@@ -103,10 +103,10 @@ def _typical(shape: Shape) -> Array:
 
 
 class _Wires(NamedTuple):
-    """A schedule's columns as arrays [actions]: whose sum each takes, and what it waits for, at most two others.
+    """A schedule's columns as arrays [actions]: the duration of each action, and the one or two others it waits for.
 
-    takes    indices of a table [stages x kinds, and nothing], of which an action takes the longest sum [sums, 1 or 2,
-             actions]: its own; of a pair the first has what both compute, both's messages, itself and its partner
+    takes    indices into a table [stages x kinds, and nothing]; an action takes the longest of its sums [sums, 1 or 2,
+             actions]. For the first of a pair these are the computation of both, the messages of both, and each alone
     """
 
     offsets: np.ndarray
@@ -133,7 +133,7 @@ def _wires(rule: str, ranks: int, virtual: int, microbatches: int) -> _Wires:
 
 
 def part_hidden(schedule: Schedule, forward: Array, backward: Array, under: Array) -> float:
-    """Which part of the shorter passes lies under the longer ones, in all pairs of a schedule.
+    """The part of the shorter passes that the longer ones hide, over all pairs of a schedule.
 
     forward, backward   seconds of each stage [stages]      under   ep_forward and so on of each [4, stages]
     """
@@ -146,9 +146,9 @@ def part_hidden(schedule: Schedule, forward: Array, backward: Array, under: Arra
 
 
 def _paths(shapes: Sequence[Shape], seconds: Sequence[Array]) -> list[Array]:
-    """For each shape the longest paths of its pipelines [paths, TERMS], of which each costs path @ seconds."""
+    """For each shape the longest paths of its pipelines [paths, TERMS]; a path takes path @ seconds."""
     wires = [_wires(*shape[:4]) for shape in shapes]
-    seconds = [np.resize(of, (1 << (len(of) - 1).bit_length(), TERMS)) for of in seconds]  # some once more
+    seconds = [np.resize(of, (1 << (len(of) - 1).bit_length(), TERMS)) for of in seconds]  # some repeated
     cells = [one.takes.size * len(of) for one, of in zip(wires, seconds)]
     key = [(len(one.takes), len(of)) for one, of in zip(wires, seconds)]
     rest = sorted(range(len(shapes)), key=lambda at: (key[at], cells[at] / shapes[at].ranks))
@@ -162,10 +162,10 @@ def _paths(shapes: Sequence[Shape], seconds: Sequence[Array]) -> list[Array]:
 
 
 def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
-    """All pipelines in one loop, as ranks that have nothing to do with each other; and then their paths, backward.
+    """Simulate all pipelines in one loop, as independent ranks, and then trace their longest paths backward.
 
-    Seconds are counted in messages, so that these are equally long in all pipelines. Where they take no time, they take
-    very little: of paths that are equally long, those with few messages count.
+    The unit of time is one message, so that messages are equally long in all pipelines. If messages take no time, they
+    are given very little, so that of equally long paths those with few messages count.
     """
     wires, cases = [one for _, one, _ in asked], len(asked[0][2])
     starts = np.cumsum([0, *(one.takes.shape[-1] for one in wires)])
@@ -181,7 +181,7 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
     sums = np.stack([_summed(lasting, one) for one in takes])
     end, _ = relax(offsets, [*needs], [*crosses.astype(float)], sums.max(axis=0))
 
-    last = offsets[1:] - 1  # each row's
+    last = offsets[1:] - 1  # of each row
     at = np.concatenate([last[a:b][np.argmax(end[last[a:b]], axis=0)] for a, b in pairwise(rows)])
     before = np.arange(len(end)) - 1
     before[offsets[:-1]] = -1
@@ -205,12 +205,12 @@ def _simulated(asked: Sequence[tuple[Shape, _Wires, Array]]) -> list[Array]:
 
 
 def _summed(table: Array, takes: np.ndarray) -> Array:
-    """The rows of the table at one or two indices each."""
+    """The sums of the table's rows at one or two indices each."""
     return table[takes[0]] if len(takes) == 1 else table[takes[0]] + table[takes[1]]
 
 
 def _stages(shape: Shape) -> Array:
-    """What each stage's actions of each kind take [stages x kinds, TERMS - 1]."""
+    """The duration of each kind of action of each stage, as terms [stages x kinds, TERMS - 1]."""
     counts = np.array(shape.stages, float)
     ends = (counts[:, None, :, None] * TAKES[:, None, :3]).reshape(len(counts), len(TAKES), -1)
     return np.concatenate([ends, counts[:, :1, None] * TAKES[:, 3:]], axis=-1).reshape(-1, TERMS - 1)
@@ -219,15 +219,15 @@ def _stages(shape: Shape) -> Array:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 Moment = tuple[int, tuple[int, ...]]
-"""A backward pass begins: of which of the rank's stages, and how many microbatches of each of them are in memory."""
+"""The beginning of a backward pass: which of the rank's stages, and how many microbatches of each are in memory."""
 
 
 @lru_cache(maxsize=4096)
 def in_flight(rule: str, ranks: int, virtual: int, microbatches: int) -> tuple[tuple[Moment, ...], ...]:
-    """For each pipeline rank, the moments of its schedule at which no other has as many microbatches of every stage.
+    """For each pipeline rank, the Pareto-maximal moments of its schedule, by microbatches of every stage in memory.
 
-    A forward pass adds one to its stage, and the end of a backward pass takes one away. A rank that has all of the
-    first few rounds in memory has all microbatches there.
+    A forward pass adds one to its stage, and the end of a backward pass removes one. If a rank holds all microbatches
+    of the first few rounds, it holds all microbatches.
     """
     seen = int(few(rule, ranks, microbatches))
     if seen < microbatches:
@@ -252,7 +252,7 @@ def in_flight(rule: str, ranks: int, virtual: int, microbatches: int) -> tuple[t
 
 
 def largest(rows: np.ndarray, keys: int) -> np.ndarray:
-    """The rows, each once and sorted, for which no other with the same first `keys` columns is as large in all."""
+    """The distinct rows, sorted, that no other row with the same first `keys` columns equals or exceeds everywhere."""
     rows = rows[np.lexsort(rows.T[::-1])]
     rows = rows[np.append(True, np.any(rows[1:] != rows[:-1], axis=1))]
     exceeds = np.ones((len(rows), len(rows)), bool)

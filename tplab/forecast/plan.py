@@ -23,7 +23,7 @@ from tplab.schedules.placement import Placement, one_way
 from tplab.sharding import cut
 
 ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_1f1b", "afab": "gpipe"}
-"""What others call some of tplab's rules. With virtual stages, "1f1b" is the interleaved one, as in Megatron."""
+"""Other names of some of tplab's rules. With virtual stages, "1f1b" is the interleaved one, as in Megatron."""
 
 RECOMPUTE = ("none", "selective", "full")
 BALANCE = ("layers", "parameters", "computing")
@@ -32,7 +32,9 @@ STATE_DTYPES = ("float32", "bfloat16")
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 AXES = ("pp", "dp", "cp", "tp")
 ROUNDS = {"naive": 2, "gpipe": 2, "one_f_one_b": 2, "chimera": 2, "zb_h1": 3, "looped_bfs": 3, "hanayo": 3}
-"""From which round on a schedule repeats itself: the others from the fourth."""
+"""The round from which a schedule repeats itself; for rules not listed, the fourth."""
+GROUPED = ("interleaved_1f1b", "interleaved_zb")
+"""In these, m modulo p of the first groups have more microbatches than the others: only the others repeat."""
 
 
 @dataclass(frozen=True)
@@ -40,33 +42,33 @@ class Plan:
     """How a model is trained on dp x tp x pp x cp ranks.
 
     dp, tp, pp, cp    ranks of data, tensor, pipeline and context parallelism (which divides each sequence)
-    ep                expert parallelism: so many of the dp x cp x tp ranks share the experts of a layer, each of which
-                      is whole on its rank. 1: each of the dp x cp ranks has all experts, and tp divides them
-    etp               how many ranks divide each expert; None: as `ep` says. For experts, the dp x cp x tp ranks are
+    ep                expert parallelism: how many of the dp x cp x tp ranks share the experts of a layer, with each
+                      expert whole on one rank. 1: each of the dp x cp ranks has all experts, and tp divides them
+    etp               how many ranks divide each expert; None: as for `ep`. For experts, the dp x cp x tp ranks are
                       copies x ep x etp, the last axis fastest, folded over attention's (`tplab.experts.fold`)
     dispatch          how tokens travel to their experts: "all_to_all", "per_rank", "gather" or "two_levels", as in
                       `tplab.torch.ParallelExperts`; None: as the stack sends them
-    skew              how unequally experts are chosen, as in `experts_seconds`; 0: equally. Ranks wait for the fullest
+    skew              how unequally experts are chosen, as in `experts_seconds`; 0: equally. The fullest rank decides
     microbatch        sequences that one pipeline runs at once
     zero              what is divided over the dp x cp ranks: 0 nothing; 1 the optimizer's states; 2 also the gradients;
                       3 also the parameters, of which a layer is gathered while it runs
     schedule          a rule of tplab.schedules, or "1f1b", "interleaved", "afab"
     virtual           stages per pipeline rank
     sequence_parallel whether tensor-parallel ranks also divide the sequence, between the layers
-    recompute         "none"; "selective": the scores of attention are computed again in the backward pass; "full": all
-                      of a layer is, from its input. With fused attention, "selective" changes nothing
+    recompute         "none"; "selective": the backward pass recomputes the scores of attention; "full": it recomputes
+                      whole layers from their inputs. With fused attention, "selective" changes nothing
     attention         its kernel: "flash2" or "flash3" (FlashAttention 2 of 2023, 3 of 2024), which keep no scores, or
                       "unfused", which keeps them; None: fused, by the kernel that the stack uses
-    compiled          whether torch.compile fuses the small kernels of a layer; None: as the stack does it. Memory of
+    compiled          whether torch.compile fuses the small kernels of a layer; None: as in the stack. Memory of
                       compiled FSDP is as KempnerForge runs it, which keeps whole gradients until the last microbatch;
                       messages and time are those of FSDP's default, which reduce-scatters them after each one
-    dtype             of parameters and activations while computing; grad_dtype: of the gradients that are added up
+    dtype             of parameters and activations while computing; grad_dtype: of accumulated gradients
     state_dtype       of the optimizer's moments and its own copy of the parameters: "float32" or "bfloat16"; None: as
                       the stack has them
     overlap           whether gradients and parameters are sent while ranks compute
-    balance           what stages have equally much of; None: as the stack cuts (`Stack.balance`). "layers", the
-                      embedding and the head beside the first and the last; "parameters" of a rank, as
-                      tplab.pipeline.partition cuts; or "computing", as nanotron cuts: parameters without the embedding,
+    balance           what is balanced over the stages; None: as in the stack (`Stack.balance`). "layers", with the
+                      embedding and the head added to the first and the last stage; "parameters" of a rank, as in
+                      tplab.pipeline.partition; or "computing", as in nanotron: parameters without the embedding,
                       which is only looked up. With three stages per rank or more, always "layers", because finding the
                       best cut would take minutes
     """
@@ -120,7 +122,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many there are: dp x tp x pp x cp."""
+        """The number of ranks: dp x tp x pp x cp."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
@@ -131,21 +133,21 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Ranks that compute with the same parameters on other tokens: dp x cp. ZeRO divides states over them."""
+        """How many ranks compute with the same parameters on other tokens: dp x cp. ZeRO divides states over them."""
         return self.dp * self.cp
 
     @property
     def expert_copies(self) -> int:
-        """Ranks that have the same experts: ZeRO divides their states over these."""
+        """How many ranks have the same experts. ZeRO divides the experts' states over them."""
         return self.copies * self.tp // (self.ep * self.expert_tp)
 
     @property
     def expert_tp(self) -> int:
-        """Over how many ranks each expert is divided."""
+        """The number of ranks that divide each expert."""
         return expert_tp(self.tp, self.ep, self.etp)
 
     def load(self, model: Model, sequence: int) -> float:
-        """How many times as many tokens as the mean go to the experts of the fullest rank."""
+        """The tokens of the fullest rank's experts, as a multiple of the mean."""
         tokens = self.microbatch * sequence // self.cp * self.ep * self.expert_tp // self.tp
         return fullest(tokens, model.routing, self.ep, self.skew) if self.skew and model.experts else 1.0
 
@@ -155,17 +157,17 @@ class Plan:
 
     @property
     def flash(self) -> bool:
-        """Whether attention is fused, and keeps no scores."""
+        """Whether attention is fused and keeps no scores."""
         return self.attention != "unfused"
 
     @property
     def chip_dtype(self) -> str:
-        """What chips call `dtype`."""
+        """The chips' name for `dtype`."""
         return "float8_e4m3fn" if self.dtype == "float8" else self.dtype
 
     @property
     def kept_size(self) -> int:
-        """Bytes of a number that is kept: where matmuls are of 8 bit, parameters and activations have 16."""
+        """Bytes of a parameter or an activation that is kept: with matmuls in 8 bit, these are in 16."""
         return max(2, ITEMSIZE[self.dtype])
 
     # --- the pipeline ------------------------------------------------------------------------------------------------
@@ -186,12 +188,12 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """The stages of each rank of a pipeline."""
+        """The stages of each pipeline rank."""
         return _placed(self.rule_name, self.pp, self.virtual)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model. A schedule of two directions has each of them twice."""
+        """The number of stages of the model. A schedule with two directions has each of them twice."""
         return self.pp * (self.virtual if takes_virtual(self.rule_name) else _stages_per_rank(self.rule_name))
 
     def partition(self, model: Model) -> Partition:
@@ -204,13 +206,13 @@ class Plan:
     # --- refusals ----------------------------------------------------------------------------------------------------
 
     def check(self, model: Model, batch: int, sequence: int) -> None:
-        """Raise PlanError if this plan cannot train the model: which number does not divide which."""
+        """Raise PlanError if this plan cannot train the model, with the numbers that do not divide."""
         why = self.refusal(model, batch, sequence)
         if why:
             raise PlanError(why)
 
     def refusal(self, model: Model, batch: int, sequence: int) -> str | None:
-        """Why this plan cannot train the model on batches of so many sequences of this length; None if it can."""
+        """Why this plan cannot train the model on `batch` sequences of this length; None if it can."""
         if sequence < 1:
             return f"sequence is {sequence}; it must be 1 or more"
         if 0 < model.window < sequence:
@@ -253,7 +255,7 @@ class Plan:
         return self.pipeline_refusal(model, batch // group)
 
     def pipeline_refusal(self, model: Model, microbatches: int) -> str | None:
-        """Why no such pipeline can have so many microbatches, or so few layers; None if it can."""
+        """Why a pipeline of this plan cannot have this many microbatches, or so few layers; None if it can."""
         if self.virtual > 1 and self.pp == 1:
             return f"virtual={self.virtual} stages per rank need a pipeline, and pp is 1"
         stages = self.num_stages
@@ -267,12 +269,12 @@ class Plan:
             self.rule(int(few(self.rule_name, self.pp, microbatches)))
         except TplabError as error:
             return f"{self.schedule}: {error}"
-        if self.rule_name == "interleaved_1f1b" and microbatches % self.pp:
-            return f"{microbatches} microbatches are not a multiple of pp={self.pp}, as interleaving needs"
+        if self.rule_name == "interleaved_1f1b" and microbatches < self.pp:
+            return f"{microbatches} microbatches are fewer than pp={self.pp}, the fewest that Megatron-LM interleaves"
         return None
 
     def __str__(self) -> str:
-        """ "dp 8, tp 8, pp 4, 1f1b, ..."; what is 1 or as usual is left out."""
+        """ "dp 8, tp 8, pp 4, 1f1b, ..."; sizes of 1 and defaults are left out."""
         words = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
         words += [f"etp {self.etp}"] * bool(self.etp) + [f"dispatch {self.dispatch}"] * bool(self.dispatch)
         words += [f"skew {self.skew:g}"] * bool(self.skew) + [f"microbatch {self.microbatch}"]
@@ -287,15 +289,15 @@ class Plan:
 
 
 def round_of(rule: str, ranks: int) -> int:
-    """After how many microbatches a schedule repeats itself."""
+    """The number of microbatches after which a schedule repeats itself."""
     return 1 if rule == "naive" else ranks
 
 
 def few(rule: str, ranks: int, microbatches: Any) -> Any:
-    """As many microbatches, without the rounds that are like the one before. A number, or an array of them."""
-    return microbatches - np.maximum(0, microbatches // round_of(rule, ranks) - ROUNDS.get(rule, 4)) * round_of(
-        rule, ranks
-    )
+    """The number of microbatches without the rounds that repeat the previous one. Takes a number, or an array."""
+    each = round_of(rule, ranks)
+    unequal = microbatches % each + 2 if rule in GROUPED else 0
+    return microbatches - np.maximum(0, microbatches // each - np.maximum(ROUNDS.get(rule, 4), unequal)) * each
 
 
 @cache
@@ -313,7 +315,7 @@ def rule_of(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
 
 @cache
 def _placed(name: str, ranks: int, virtual: int) -> Placement:
-    """The placement of a rule, which is the same for all numbers of microbatches that it can have."""
+    """The placement of a rule, which does not depend on the number of microbatches."""
     try:
         return rule_of(name, ranks, 1, virtual).placement
     except ScheduleError:
@@ -337,7 +339,7 @@ def _partition(model: Model, placement: Placement, stages: int, tp: int, balance
     if stages > 2 * len(placement):
         balance = "layers"
     words = model.vocab_on_rank(tp) * model.hidden
-    table = 0 if balance == "computing" else words + ends["positions"]  # looking up multiplies nothing
+    table = 0 if balance == "computing" else words + ends["positions"]  # a lookup has no FLOPs
     layers = [kind.layer_on_rank(tp) for kind in (model, model.dense)]
     first = model.dense_layers
     sizes = [table, *layers[1:] * first, *layers[:1] * (model.layers - first), ends["final norm"] + words]

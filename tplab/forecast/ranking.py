@@ -1,4 +1,4 @@
-"""The plans of all layouts, those that fit in the order of their time; each is made only when it is asked for."""
+"""The plans of all layouts, ranked by time if they fit. A `Plan` is created only on access."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tplab.forecast.plan import Plan
 from tplab.forecast.step import seconds_of
 
 TOO_LARGE, PERHAPS, SLOWER = "need more than", "may need more than", "fit, and lose most"
-"""How reasons for which plans lost begin. The others are those for which layouts of ranks are refused."""
+"""The beginnings of reasons why plans lost. All other reasons are those why layouts of ranks are refused."""
 
 _LOSES = {
     "computing": "by computing: in smaller pieces, or in a fuller stage",
@@ -32,7 +32,7 @@ _LOSES = {
 
 
 class Estimate(NamedTuple):
-    """A plan, its seconds, and the bytes of its fullest rank, as all plans of a search are computed together."""
+    """A plan, its seconds, and the bytes of its fullest rank, as computed for all plans of a search together."""
 
     plan: Plan
     seconds: float
@@ -42,8 +42,8 @@ class Estimate(NamedTuple):
 class Ranking(Sequence[Plan]):
     """The plans that surely fit, the fastest first.
 
-    seconds, held   of all plans of all blocks, one after another; infinite where a plan is impossible
-    order           the places there of those that fit
+    seconds, held   of all plans of all blocks, concatenated; infinite for impossible plans
+    order           the indices of the plans that fit, the fastest first
     """
 
     def __init__(self, blocks: Sequence[Block], room: Room):
@@ -65,7 +65,7 @@ class Ranking(Sequence[Plan]):
         self.order = fitting[np.argsort(self.seconds[fitting], kind="stable")]
 
     def time(self, most: int) -> None:
-        """Time the first ones again, and simulate their pipelines."""
+        """Time the first `most` plans again, with simulated pipelines."""
         chosen = dict[Any, list[tuple[int, int, int]]]()
         for index in self.order[:most].tolist():
             block, place = self._where(index)
@@ -96,11 +96,11 @@ class Ranking(Sequence[Plan]):
 
     @property
     def considered(self) -> int:
-        """How many plans are possible."""
+        """The number of possible plans."""
         return int(np.isfinite(self.seconds).sum())
 
     def lost(self) -> Counter[str]:
-        """Reason -> how many of the possible plans are not the best for it."""
+        """Reason -> how many of the possible plans lost for it."""
         return self._too_large() + self._slower()
 
     def _too_large(self) -> Counter[str]:
@@ -110,7 +110,7 @@ class Ranking(Sequence[Plan]):
         return Counter({f"{TOO_LARGE} {each}": too_large, f"{PERHAPS} {each}": perhaps})
 
     def _slower(self) -> Counter[str]:
-        """Which part of a step takes plans that fit longest, beside the fastest one."""
+        """Which part of a step costs the plans that fit most, compared with the fastest one."""
         if not len(self):
             return Counter()
         parts = self._each(lambda block, of: np.stack([np.broadcast_to(of[name], block.shape) for name in _LOSES], -1))
@@ -151,5 +151,5 @@ def _of_pairs(block: Block, name: str) -> np.ndarray:
 
 
 def _evenly(found: np.ndarray, most: int) -> np.ndarray:
-    """The first, the last, and evenly many of those between."""
+    """At most `most` entries, evenly spaced, including the first and the last."""
     return found[np.unique(np.linspace(0, len(found) - 1, min(len(found), most)).round().astype(int))]

@@ -1,4 +1,4 @@
-"""Tables of plans: each row of a CSV file is forecast, and written out with what was found."""
+"""Tables of plans: each row of a CSV file is forecast, and written out with the answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWERS = (
     "high",
     "why",
 )
-"""The columns that are added. A GB is 1e9 bytes, and a GiB 2^30, as allocators count them."""
+"""The columns that are added. A GB is 1e9 bytes; a GiB, as allocators count, is 2^30."""
 
 QUESTIONS = {
     *(*COLUMNS, "stack", "gpus", "batch", "sequence", "model", "flash"),
@@ -42,24 +42,24 @@ QUESTIONS = {
 CARRIED = re.compile(
     r"(note|comment|measured|published)\w*|id|row|index|name|run|title|label|source|url|link|date|unnamed: \d+"
 )
-"""The columns of one's own, which are carried along."""
+"""The names of your own columns, which are copied unchanged."""
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 RECOMPUTE = {**dict.fromkeys(("true", "1", "yes", "on"), "full"), **dict.fromkeys(("false", "0", "no", "off"), "none")}
-"""What tables write for a recomputation that they do not name."""
+"""Values of recomputation other than its names."""
 
 KERNELS = {
     **dict.fromkeys(("fa2", "flash_2", "flash_attention_2", "flashattention_2"), "flash2"),
     **dict.fromkeys(("fa3", "flash_3", "flash_attention_3", "flashattention_3"), "flash3"),
     **dict.fromkeys(("eager", "math"), "unfused"),
 }
-"""What tables call the kernels of attention."""
+"""Names of attention kernels in tables."""
 
 
 def forecast_file(path: str | Path, out: str | Path) -> list[dict[str, str]]:
     """Forecast the rows of a CSV file, and write them to another one with the columns of `ANSWERS`."""
-    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark at the beginning
+    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
         reader = csv.DictReader(line for line in file if not line.startswith("#"))
         columns, rows = list(reader.fieldnames or ()), list(reader)
     if not rows:
@@ -75,7 +75,7 @@ def forecast_file(path: str | Path, out: str | Path) -> list[dict[str, str]]:
 
 
 def unread(columns: Iterable[str]) -> list[str]:
-    """A sentence for each column that is not read, with the one that may be meant."""
+    """A sentence for each column that is not read, with a suggestion."""
     found = list[str]()
     for name in map(plain, columns):
         if name not in QUESTIONS and name not in ANSWERS and not CARRIED.fullmatch(name):
@@ -89,23 +89,23 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
     """The rows with their answers. A row that cannot be forecast says why, in its column `why`.
 
     model          a name, or empty, with layers, hidden, heads, kv_heads, ffn, gated, vocab, tied (experts,
-                   experts_per_token, head_dim and others of `Model` are understood too). Beside a name they replace it
-    cluster        unlike for --cluster, "h100", "h200", "a100" and "b200" are the measured ones, as "h100-measured" is.
-                   "b300", "gb200", "gb300" and "tpu_v5e" are data sheets, as "laptop" and "ethernet" are, which have
-                   dtype float32 only. Of another name that says a chip that was measured, as "dgx-h100", that one is
-                   taken. `why` says so
+                   experts_per_token, head_dim and others of `Model` are read too). With a name, they override its sizes
+    cluster        unlike for --cluster, "h100", "h200", "a100" and "b200" are the measured ones, like "h100-measured".
+                   "b300", "gb200", "gb300" and "tpu_v5e" are data sheets, and so are "laptop" and "ethernet", which
+                   have dtype float32 only. Another name that contains a measured chip, such as "dgx-h100", means that
+                   chip's cluster, and `why` says so
     fabric         the network between nodes: playbook, infiniband-ndr, efa-p5, ethernet-100g, or the path of a .json;
                    empty: the cluster's own
     cards, oversubscription        network cards of a node; by how much the network is too small for all of them
-    stack          one of tplab.forecast.stacks; of an unknown one, Megatron's figures are taken, and `why` says so
-    gpus, gpus_per_node, dp, tp, pp, cp, ep     dp is what is left of gpus if it is empty; other axes are 1
-    etp, dispatch, skew    of experts: over how many ranks each is divided, how tokens travel, how unequally they choose
+    stack          one of tplab.forecast.stacks; for an unknown one, Megatron's figures are used, and `why` says so
+    gpus, gpus_per_node, dp, tp, pp, cp, ep     an empty dp is gpus divided by the other axes; these are 1 if empty
+    etp, dispatch, skew    of experts: the ranks that divide each, how tokens are sent, how unequal the choices are
     microbatch, batch (sequences in a step), sequence, zero, schedule, virtual, sequence_parallel, recompute,
     dtype, grad_dtype, overlap, balance         empty: the stack's default, or that of `Plan`
     attention      flash2, flash3 or unfused. (flash, true or false, says only whether it is fused)
-    compiled       true or false: whether torch.compile fuses small kernels, of torch FSDP
+    compiled       true or false: whether torch.compile fuses small kernels, for torch FSDP
     state_dtype    float32 or bfloat16: of the optimizer's moments, and of its own copy of the parameters
-    Columns of your own, which are carried along, are called note..., comment..., measured..., published..., id, row,
+    Your own columns, which are copied unchanged, are called note..., comment..., measured..., published..., id, row,
     name, run, title, label, source, url or date. Any other column with a value is refused.
     """
     for row in rows:
@@ -113,7 +113,7 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
             answers = _answers(*forecast_row(row))
         except (TplabError, ValueError) as error:
             answers = _unanswered(str(error))
-        except Exception as error:  # one strange row must not lose all others
+        except Exception as error:  # one bad row must not lose the others
             answers = _unanswered(f"{type(error).__name__}: {error}")
         yield {**row, **answers}
 
@@ -124,7 +124,7 @@ def _unanswered(why: str) -> dict[str, str]:
 
 def forecast_row(row: Mapping[str, Any], on: Cluster | None = None) -> tuple[str, Forecast]:
     """(what is assumed, the forecast) of one row; `on` replaces the cluster that it names. Raises ValueError or
-    TplabError for a row that makes no sense."""
+    TplabError for an invalid row."""
     written = cells(row)
     given = {name: cell for name, cell in written.items() if says(name, cell)}
     if sentences := unread(given):
@@ -169,7 +169,7 @@ def model_of(given: Mapping[str, str]) -> Model:
 
 
 def plan_of(given: Mapping[str, str], stack: Stack, cluster: Cluster) -> Plan:
-    """The plan of a row, with the stack's defaults where it says nothing."""
+    """The plan of a row, with the stack's defaults for empty cells."""
     chosen = _fields(Plan, given)
     for name in ("dtype", "grad_dtype", "state_dtype"):
         if name in chosen:
@@ -223,7 +223,7 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
 
 
 def _fields(kind: type[Model] | type[Plan], given: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Model or a Plan that a row says."""
+    """The fields of a Model or a Plan that a row gives."""
     read: dict[str, Callable[..., Any]] = {"int": whole, "float": number, "bool": switch, "str": lambda _, text: text}
     types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
     return {name: read[type](name, given[name]) for name, type in types.items() if name in given}

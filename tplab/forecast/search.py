@@ -1,6 +1,6 @@
-"""The search: every plan that is possible on so many GPUs, the best first, and why the others lost.
+"""The search: every possible plan on a number of GPUs, the best first, and why the others lost.
 
-All plans are timed and weighed together, as `Block`s, by the formulas that one plan is forecast by.
+The time and memory of all plans are computed together, as `Block`s, by the formulas that forecast a single plan.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tplab.forecast.step import OUTSIDE
 from tplab.schedules import RULES
 
 SCHEDULES = ("1f1b", *(name for name in RULES if name not in ("one_f_one_b", "interleaved_1f1b")))
-"""All rules of tplab.schedules. Interleaved 1F1B belongs to "1f1b"."""
+"""All rules of tplab.schedules. "1f1b" includes interleaved 1F1B."""
 VIRTUAL = 4
-"""How many stages per rank, at most."""
+"""The most stages per rank."""
 SLOW = {"v_half": 8, "v_min": 8, "hanayo": 8}
-"""Up to how many pipeline ranks: to make longer ones, which are found action by action, takes longer than a search."""
+"""The most pipeline ranks for some schedules: they are built action by action, which takes too long for more ranks."""
 ZEROS = (0, 1, 2, 3)
 CHOICES = ("attention", "compiled", "state_dtype", "dtype", "grad_dtype", "dispatch", "skew")
 SEQUENCE = 4096
-"""Tokens of a sequence where nothing is said."""
+"""The default number of tokens per sequence."""
 EXACT = 100
-"""Of how many of the best the pipelines are simulated."""
+"""The number of best plans whose pipelines are simulated."""
 
 
 class Plans(Sequence[Forecast]):
     """The plans that surely fit, the fastest first: `found[0]` is the forecast of the best.
 
     considered   how many plans were possible
-    lost         reason -> how many plans: what does not divide (counted by layouts of ranks), what does not fit, and of
-                 those that fit, which part of a step costs them most beside the best
+    lost         reason -> how many plans: numbers that do not divide (counted by layouts of ranks), plans that do not
+                 fit and, for those that fit, the part of a step that costs them most compared with the best
     """
 
     def __init__(self, ranking: Ranking, refused: Counter[str], given: Any):
@@ -75,15 +75,15 @@ class Plans(Sequence[Forecast]):
 
     @property
     def smallest(self) -> float:
-        """Bytes per GPU of the plan that needs least, whether it fits or not."""
+        """Bytes per GPU of the plan that needs the least, whether it fits or not."""
         return float(self._ranking.held.min())
 
     def notable(self, most: int = 150) -> list[Estimate]:
-        """The plans to compare: the fastest, the fastest of each layout of ranks, and those for which no other is both
-        faster and smaller, also beyond what a GPU has.
+        """The plans to compare: the fastest, the fastest of each layout of ranks, and the Pareto front of time and
+        memory, including plans that do not fit on a GPU.
 
-        Those that take over three times as long as the fastest that fits, or twice what a GPU has, are left out, if
-        there are others. Nothing is simulated for them: these are estimates.
+        Plans that take over three times as long as the fastest that fits, or twice the memory of a GPU, are left out if
+        there are others. These are estimates, without simulation.
         """
         return self._ranking.notable(most)
 
@@ -116,24 +116,24 @@ def plans(
     **chosen: Any,
 ) -> Plans:
     """All plans on `gpus` ranks: every divisor for dp, tp, pp, cp and ep, every microbatch, schedule, number of virtual
-    stages (up to `virtual`), recomputation and stage of ZeRO. Everything else is as the stack does it.
+    stages (up to `virtual`), recomputation and stage of ZeRO. Everything else is the stack's default.
 
         found = plans("llama3-70b", "h100-measured", gpus=256, batch=1024, sequence=8192, attention="flash3")
         found[0].plan, found[0].seconds, found.lost
 
-    schedules   of SCHEDULES; "1f1b" is also the interleaved one. Those that are found action by action are searched
-                for up to 8 pipeline ranks (SLOW)
-    virtual     stages per rank, at most: with many more, stages of a layer each would be the best, as few train.
-                Two and more are only searched where all stages have equally many layers, or would have if the
+    schedules   from SCHEDULES; "1f1b" includes the interleaved one. Schedules that are built action by action are
+                searched for up to 8 pipeline ranks (SLOW)
+    virtual     the most stages per rank: with many more, stages of one layer each would be the best, which few people
+                train. Two and more are searched only if all stages have equally many layers, or would have if the
                 embedding and the head were layers
-    exact       how many of the best have their pipelines simulated, and so are in their true order. Of the others, one
-                in twenty may take up to 1 % longer than its place says
-    inside      only plans of a class that was measured (`tplab.forecast.classes`), on a measured cluster. The others
-                have no interval
-    etp         what `Plan.etp` may be: (None, 2, 4), say. Plans with another one than None means are outside what was
-                measured
-    chosen      fields of `CHOICES`, which every plan has instead of what the stack does
-    Raises PlanError if there is no plan that could train the model, with the reasons.
+    exact       how many of the best plans have their pipelines simulated, and so are in their true order. Of the
+                others, one in twenty may take up to 1 % longer than its place suggests
+    inside      only plans of a measured class (`tplab.forecast.classes`), on a measured cluster. The others have no
+                interval
+    etp         the values of `Plan.etp`, such as (None, 2, 4). Plans with a value that differs from the meaning of None
+                are outside what was measured
+    chosen      fields of `CHOICES`, which every plan has instead of the stack's defaults
+    Raises PlanError, with the reasons, if no plan could train the model.
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack)
     if set(schedules) - set(SCHEDULES):
@@ -200,7 +200,7 @@ def blocks(
 
 
 def ways(model: Model, pp: int, schedules: Sequence[str], virtual: int) -> list[Way]:
-    """The schedules of so many ranks, each with its numbers of stages per rank."""
+    """The schedules for `pp` ranks, each with its numbers of stages per rank."""
     if pp == 1:
         return [Way("1f1b", 1)]
     found = list[Way]()
@@ -222,7 +222,7 @@ def _is_even(model: Model, pp: int, way: Way) -> bool:
 
 
 def _fields(stack: Stack, cluster: Cluster) -> dict[str, Any]:
-    """What a stack does where nothing is said, without what is searched."""
+    """The stack's defaults, without the fields that are searched."""
     searched = ("zero", "recompute", "schedule")
     return {name: value for name, value in stack.defaults_on(cluster).items() if name not in searched}
 
@@ -238,7 +238,7 @@ def _layouts(model: Model, base: Plan, gpus: int, batch: int, sequence: int, los
                 dp = gpus // tp // pp // cp
                 for ep in divisors(dp * cp * tp) if model.experts else (1,):
                     is_shared = base.sequence_parallel and tp > 1
-                    etp = None if base.etp == expert_tp(tp, ep) else base.etp  # what goes without saying
+                    etp = None if base.etp == expert_tp(tp, ep) else base.etp  # the default
                     plan = replace(base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=is_shared)
                     why = plan.refusal(model, batch, sequence)
                     if why is None:

@@ -1,4 +1,4 @@
-"""Stacks: what the software that trains a model chooses where nothing is said, and how far it is from the parts."""
+"""Stacks: the defaults of training libraries, and how their measured times and memory differ from the sum of parts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tplab.forecast.plan import Plan
 
 @dataclass(frozen=True)
 class Keeps:
-    """What a stack keeps.
+    """What a stack keeps in memory.
 
-    logits     how many times the logits are in memory at the loss, in the plan's dtype: Megatron's fused cross-entropy
-               has them in float32, and their gradient
-    wasted     whether a gradient of each kind of weight is allocated that nothing is written to: Transformer Engine's,
-               where the matmul adds gradients to their sums
+    logits     how many copies of the logits are in memory at the loss, in the plan's dtype: Megatron's fused
+               cross-entropy has them in float32, and their gradient
+    wasted     whether an unused gradient is allocated for each kind of weight, as in Transformer Engine, where the
+               matmul accumulates gradients itself
     workspace  bytes of libraries (cuBLAS has 32 MiB, Transformer Engine another 32)
-    spare      bytes per parameter beside parameters, gradients and optimizer: gradients in 16 bit before they are added
-    extra      tensors [tokens, h] that a layer keeps beyond those that are known
+    spare      bytes per parameter besides parameters, gradients and optimizer: gradients in 16 bit before accumulation
+    extra      tensors [tokens, h] that a layer keeps beyond the known ones
     whole_ends whether each tensor-parallel rank has the whole embedding and whole logits, as with torch's DTensor
-    whole_sums whether gradients that are added up over several microbatches stay whole with ZeRO 3: torch's FSDP
+    whole_sums whether gradients that are accumulated over several microbatches stay whole with ZeRO 3: torch's FSDP
                reduce-scatters them in each backward pass, unless a trainer calls set_requires_gradient_sync(False)
-    too_high   by how much, at most, a forecast of memory was too high for runs that did run: a part of the forecast
+    too_high   the largest overestimate of memory for runs that did run, as a part of the forecast
     source     where the figures come from
     """
 
@@ -79,7 +79,7 @@ KEEPS: Mapping[str, Keeps] = MappingProxyType(
         "tplab": Keeps(logits=2.0, spare=4.0, too_high=0.0, source="counted, tensor by tensor"),
     }
 )
-"""By the name of the stack. Of the others nothing was measured."""
+"""Name of the stack -> Keeps. Other stacks have not been measured."""
 
 
 CONSTANTS = Path(__file__).parent / "measured" / "constants.json"
@@ -89,25 +89,25 @@ CONSTANTS = Path(__file__).parent / "measured" / "constants.json"
 class Stack:
     """A library that trains models.
 
-    defaults   fields of a Plan, where a row of a table says nothing
-    factor     seconds that its computing takes per second that the clock says: one number for all models and plans
-    host       s that the host takes to start the kernels of one layer, forward and backward
-    hidden     with overlap, the share of the messages of layers that is hidden, and the share of gradients that can be
-               at most. It is the same for all stacks whose runs were measured
-    gathers_each       whether every matmul of a tensor-parallel layer gathers its input by itself, as torch's DTensor
-    gathers    how often ZeRO 3 gathers a layer that is recomputed, for each microbatch: 2, so early that computing can
-               hide it; 3, each time when it is needed, and no more of it is hidden than of gradients. Layers that are
+    defaults   the fields of a Plan for empty cells of a table
+    factor     seconds of its computing per second of the modelled clock: one number for all models and plans
+    host       s that the host takes to launch the kernels of one layer, forward and backward
+    hidden     with overlap, the share of the layers' messages that is hidden, and the largest share of gradients that
+               can be. It is the same for all stacks whose runs were measured
+    gathers_each       whether every matmul of a tensor-parallel layer gathers its own input, as in torch's DTensor
+    gathers    how often ZeRO 3 gathers a recomputed layer for each microbatch: 2, early enough for computing to hide
+               it; 3, each time when it is needed, so that no more of it is hidden than of gradients. Layers that are
                not recomputed are gathered twice
-    cards      over how many network cards of a node ZeRO 3 sends; None: over all
-    attention  the generation of its kernels of fused attention, on chips that have it; on others the newest one
-    attention_share    of the speed of these kernels that its own reach
-    balance    what the stages of its pipelines have equally much of, where a plan does not say: see `Plan.balance`
+    cards      how many network cards of a node ZeRO 3 uses; None: all
+    attention  the generation of its fused attention kernels, if the chip has it; otherwise the chip's newest
+    attention_share    the share of these kernels' speed that its own reach
+    balance    what its pipelines balance over the stages by default: see `Plan.balance`
     passes     how often its kernels read and write what fused ones would read and write once
     bucket     bytes of gradients, or of parameters, that one collective sends
-    routing    s that a layer of experts takes longer for each microbatch, whatever its size, on the chip at hand
-    plain      made of plain layers, as tplab.torch's own are: without fused kernels more is kept; inputs that were
-               gathered are kept, and not gathered again; recomputation includes the embedding and the head; gradients
-               of norms are summed after every microbatch; the two uses of a tied embedding have a copy each
+    routing    additional s per microbatch for a layer of experts, whatever its size, on this chip
+    plain      made of plain layers, like tplab.torch's own: without fused kernels more is kept; gathered inputs are
+               kept rather than gathered again; recomputation includes the embedding and the head; gradients of norms
+               are summed after every microbatch; each of the two uses of a tied embedding has a copy
     keeps      what it keeps in memory
     source     where the defaults and the constants come from
     """
@@ -131,19 +131,19 @@ class Stack:
     source: str = ""
 
     def on(self, cluster: Cluster) -> Stack:
-        """On this cluster: `routing` is that of its chip, and on a data sheet nothing is left that was fitted."""
+        """The stack on this cluster: `routing` is that of its chip. A data sheet removes all fitted constants."""
         if cluster.fitted is None:
             return replace(self, factor=1.0, host=0.0, attention_share=1.0)
         of_chips = constants()["routing"] if self.name == "megatron" else {}
         return replace(self, routing=of_chips.get(cluster.chip.name.split()[0], 0.0))
 
     def cut(self, plan: Plan) -> Plan:
-        """The plan with stages as this stack cuts them, if the plan does not say how."""
+        """The plan with this stack's way to cut stages, unless the plan has its own."""
         return plan if plan.balance else replace(plan, balance=self.balance)
 
     def defaults_on(self, cluster: Cluster, recompute: str | None = None) -> dict[str, Any]:
-        """The defaults for runs on this cluster. Megatron's published runs on A100s are of 2021 and 2022: attention was
-        not fused yet, and sequence parallelism came with selective recomputation (Korthikanti et al. 2022)."""
+        """The defaults for runs on this cluster. Megatron's published runs on A100s are from 2021 and 2022: attention
+        was not fused yet, and sequence parallelism came with selective recomputation (Korthikanti et al. 2022)."""
         found = dict(self.defaults)
         if self.name == "megatron" and cluster.chip.name.startswith("A100"):
             found |= {"attention": "unfused", "sequence_parallel": recompute == "selective"}
@@ -152,7 +152,7 @@ class Stack:
 
 @cache
 def constants() -> Mapping[str, Any]:
-    """What `python -m benchmarks.fit.steps --write` has written."""
+    """The constants written by `python -m benchmarks.fit.steps --write`."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 
@@ -229,7 +229,7 @@ FSDP = ("fsdp", *(alias for alias, name in ALIASES.items() if name == "fsdp"))
 
 
 def find_stack(stack: str | Stack, plan: Plan | None = None) -> Stack:
-    """A stack by name; a Stack is returned unchanged. FSDP is compiled where the plan says so."""
+    """A stack by name; a Stack is returned unchanged. FSDP is the compiled one if the plan says so."""
     if plan is not None and plan.compiled and (stack if isinstance(stack, str) else stack.name) in FSDP:
         return STACKS[COMPILED]
     if isinstance(stack, Stack):

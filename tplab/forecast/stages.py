@@ -13,10 +13,10 @@ from tplab.forecast.stacks import Stack, find_stack
 class Stage(NamedTuple):
     """A stage that a rank holds.
 
-    layers      how many of the model's layers are in it       dense    how many of these are its dense first ones
-    is_first    whether the embedding is           is_last   whether the final norm, the head and the loss are
-    sends       whether the next stage and the one before are on other ranks
-    share       the part of the microbatches that go through it here: half of them where the schedule has two directions
+    layers      how many of the model's layers it has      dense    how many of these are dense first layers
+    is_first    whether it has the embedding       is_last   whether it has the final norm, the head and the loss
+    sends       whether the next stage and the previous one are on other ranks
+    share       the share of microbatches that it runs here: half of them if the schedule has two directions
     """
 
     number: int
@@ -29,17 +29,17 @@ class Stage(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, bool, bool]:
-        """How many layers as most are, dense first ones, embeddings and heads are in it."""
+        """The numbers of its ordinary layers, dense first layers, embeddings and heads."""
         return self.layers - self.dense, self.dense, self.is_first, self.is_last
 
 
 class Parameters(NamedTuple):
-    """How many numbers of the model a rank has, before ZeRO divides them.
+    """The numbers of parameters of a rank, before ZeRO divides them.
 
-    dense      outside the experts        experts    of the experts it has
-    embedding  of the embedding and the learned positions, where it has them
+    dense      outside the experts        experts    of its experts
+    embedding  of the embedding and the learned positions, if it has them
     words      of one embedding: its part of the vocabulary times h
-    copied     that each tensor-parallel rank has
+    copied     replicated on every tensor-parallel rank
     unit       of the largest layer, or the embedding or head: what ZeRO 3 gathers at once
     is_tied    whether another pipeline rank has the same embedding
     """
@@ -78,8 +78,8 @@ def stages_on(model: Model, plan: Plan, pipeline_rank: int) -> tuple[Stage, ...]
 def held_parameters(model: Model, plan: Plan, pipeline_rank: int, stack: str | Stack = "megatron") -> Parameters:
     """The parameters of a rank at this place of its pipeline.
 
-    Where one rank has both a tied embedding and the head, they are one; in tplab's own pipelines they stay two, whose
-    gradients are added up.
+    If one rank has both a tied embedding and the head, they are one; in tplab's own pipelines they stay two, and their
+    gradients are summed.
     """
     stack = find_stack(stack)
     stages = stages_on(model, stack.cut(plan), pipeline_rank)

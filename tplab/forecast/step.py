@@ -3,20 +3,20 @@
     layer      `tplab.forecast.layers`
     pipeline   the makespan of the plan's own schedule, simulated with each stage's times. The first stage also has the
                embedding, and the last one the final norm, the logits and the loss
-    step       pipeline + gradients and parameters that are not hidden + optimizer + what the host does once per step
+    step       pipeline + gradients and parameters that are not hidden + optimizer + the host's time once per step
 
 The layers' `factor` and `host` belong to a stack, and were fitted to published runs (`benchmarks.fit.steps`) on the
-measured clock. On a data sheet they are left out, and the result is a time at peak rates. Besides, there are five rules
-for all stacks and plans:
+measured clock. With a data sheet they are left out, and the result is a time at peak rates. Five more rules hold for
+all stacks and plans:
 
     overlap    two fifths of the messages of tensor, context and expert parallelism are hidden. Gradients are sent
                during the last microbatch's backward pass, and at most two fifths of their time are hidden
-    pairs      where a forward and a backward pass run as one action, as in DualPipe, each one's messages of experts lie
-               under what the other computes: see `tplab.forecast.pipelines`
+    pairs      if a forward and a backward pass run as one action, as in DualPipe, the computation of each hides the
+               messages of experts in the other: see `tplab.forecast.pipelines`
     ZeRO 1, 2  parameters are gathered after the optimizer, and nothing hides that
-    ZeRO 3     parameters and gradients travel while layers compute, and what is longer counts; but for each microbatch
-               nothing hides the first parameters and the last gradients
-    once       a step costs the host what half a microbatch does
+    ZeRO 3     parameters and gradients travel while layers compute, and the longer of both counts; but for each
+               microbatch nothing hides the first parameters and the last gradients
+    once       a step costs the host as much as half a microbatch
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORWARD, BACKWARD, RECOMPUTE = (Layer._fields.index(name) for name in ("forward"
 UNDER = Layer._fields.index("ep_forward")
 OUTSIDE = "outside what was measured"
 ONCE = 0.5
-"""What a step costs the host once, as a part of what one microbatch costs it."""
+"""The host's time once per step, as a part of its time for one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Step:
 
     seconds       from the first microbatch to the updated parameters
     parts         seconds by reason; they add up to `seconds`. "computing", "recompute", "tp", "cp", "ep" and "host" are
-                  of the pipeline rank that has most to do. "bubble" is what it waits for, and "pp" how much of that is
-                  due to messages; "dp" are gradients and parameters that are not hidden
-    measured      what was measured of steps of its class; None: it is outside what was measured
+                  those of the busiest pipeline rank. "bubble" is its waiting, apart from waiting for messages, which is
+                  "pp"; "dp" is gradients and parameters that are not hidden
+    measured      the measured steps of its class; None: it is outside what was measured
     """
 
     seconds: float
@@ -62,8 +62,8 @@ class Step:
 
     @property
     def low(self) -> float | None:
-        """Nine of ten measured steps of its class took between `low` and `high` seconds, where they were forecast to
-        take this; None: outside what was measured."""
+        """Scaled to this forecast, nine of ten measured steps of its class took between `low` and `high` seconds; None
+        outside what was measured."""
         return self.seconds * self.measured.low if self.measured else None
 
     @property
@@ -72,14 +72,14 @@ class Step:
 
     @property
     def between(self) -> str:
-        """ "0.91 to 1.08" seconds, or that nothing of its kind was measured."""
+        """ "0.91 to 1.08" seconds, or a note that no such steps were measured."""
         return f"{self.low:.3g} to {self.high:.3g}" if self.measured else OUTSIDE
 
 
 def step(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: str | Stack = "megatron"
 ) -> Step:
-    """How long a step on `batch` sequences takes. Raises PlanError where the plan cannot train the model."""
+    """How long a step on `batch` sequences takes. Raises PlanError if the plan cannot train the model."""
     stack = find_stack(stack, plan)
     stack.cut(plan).check(model, batch, sequence)
     (found,) = seconds_of([Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))])
@@ -98,7 +98,7 @@ def seconds_of(blocks: Sequence[Block], exact: bool = True) -> list[dict[str, Ar
 
 def _parts(block: Block, alone: Array, together: Array, apart: Array) -> dict[str, Array]:
     """alone, together   makespans without and with messages [pairs, recomputes, 1, ways]
-    apart             without, if nothing lay under another pass"""
+    apart             without messages, if paired passes hid nothing of each other"""
     count, stack = block.counts[:, None, None, None], block.tables.stack
     parts = {name: np.zeros(alone.shape) for name in ("computing", "recompute", *AXES, "bubble", "pp", "host")}
     parts |= {name: np.zeros(block.shape) for name in ("dp", "optimizer")}
@@ -130,7 +130,7 @@ def _layer(fields: Array) -> Layer:
 
 
 def _after(block: Block, family: Family, total: Array, place: int) -> Array:
-    """What is not hidden of a rank's gradients and parameters, and its optimizer [pairs, recomputes, zeros, 2]."""
+    """Seconds of a rank's unhidden gradients and parameters, and of its optimizer [pairs, recomputes, zeros, 2]."""
     own, once = _layer(np.tensordot(block.micro, total, axes=(2, 0))), block.once(family, place)
     found = []
     for at, zero in enumerate(block.zeros):
@@ -141,8 +141,8 @@ def _after(block: Block, family: Family, total: Array, place: int) -> Array:
 
 
 def _waits(blocks: Sequence[Block], exact: bool) -> list[Array]:
-    """For each block, the makespans of its pipelines without and with messages between stages; and without, where
-    nothing lies under another pass [3, pairs, recomputes, 1, ways]."""
+    """For each block, the makespans of its pipelines without messages between stages, with them, and without them if
+    paired passes hid nothing of each other [3, pairs, recomputes, 1, ways]."""
     found = [np.zeros((3, *block.shape[:2], 1, len(block.ways))) for block in blocks]
     shapes, seconds, counts, where = list[Shape](), list[Array](), list[np.ndarray](), list[Any]()
     for block, into in zip(blocks, found):
@@ -169,13 +169,13 @@ def _waits(blocks: Sequence[Block], exact: bool) -> list[Array]:
 def pipeline(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: Stack, most: int
 ) -> Simulation:
-    """The plan's schedule with each stage's times, as `step` takes it. Where there are over `most` microbatches, rounds
-    of one per pipeline rank are left out. Pairs of passes all hide the same part of the shorter one: their mean."""
+    """The plan's schedule with each stage's times, as in `step`. Of more than `most` microbatches, rounds of one per
+    pipeline rank are left out. All pairs of passes hide the same part of the shorter one: the mean over pairs."""
     block = Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))
     plan, stages = block.layouts[0], np.array(block.families[0].stages, float)
     fields = (stages @ block.micro[0, 0]).T
     forward, backward, again = fields[[FORWARD, BACKWARD, RECOMPUTE]]
-    inputs, weights = (backward + again) / 2, (backward - again) / 2  # all of recomputation is before I
+    inputs, weights = (backward + again) / 2, (backward - again) / 2  # I includes all recomputation
     count = plan.microbatches(batch)
     left_out = min(-(-max(0, count - most) // plan.pp), (count - 1) // plan.pp)
     schedule = plan.rule(count - left_out * plan.pp)

@@ -1,4 +1,4 @@
-"""What each rank sends in one step: which collective over which axis, how large, how often, and for what."""
+"""What each rank sends in one step: which collectives over which axes, how large, how often, and for what."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tplab.forecast.stages import Stage, held_parameters, stages_on
 class Sent(NamedTuple):
     """One kind of message of a rank.
 
-    axis, ranks   over which axis, of how many ranks. "dp" includes the ranks of cp, which have the same parameters
+    axis, ranks   the axis, and its number of ranks. "dp" includes the ranks of cp, which have the same parameters
     op            one of tplab.cost.OPS, or "send" to one other rank
     bytes         of the whole tensor, as `Cluster.collective_seconds` takes it
     count         how often this rank takes part in one step, or for one layer and one microbatch
@@ -35,7 +35,7 @@ class Sent(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The bytes that the rank sends for all of them, with the ring algorithm."""
+        """The bytes that the rank sends for all `count` of them, with the ring algorithm."""
         laps = {"all_reduce": 2, "send": 0}.get(self.op, 1)
         return self.count * self.bytes * (laps * (self.ranks - 1) / self.ranks if laps else 1)
 
@@ -48,17 +48,17 @@ def layer_traffic(
 
     tp   the input of attention and of the MLP is gathered, and their output is summed: 2 all_reduces each way
          (Shoeybi et al. 2019), or with sequence_parallel 2 all_gathers and 2 reduce_scatters each way, and 2 more
-         all_gathers backward where inputs are not kept whole (Korthikanti et al. 2022, section 4.2.2). With latents,
-         these are gathered for attention, and their gradients summed: `Model.latent_width`
-    cp   keys and values go around a ring: cp - 1 hops forward, and backward again beside cp hops of their gradients,
-         the last of which takes them home (Liu et al. 2023)
-    ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020), also of matmuls in
-         8 bit in 16 bit. With sequence_parallel each rank sends its own tokens, and tp gathers nothing for the experts.
-         `Plan.dispatch` says how many rows that are; with a skew, they are the fullest rank's
-    etp  the ranks that divide an expert exchange the rows that each has got
+         all_gathers backward if inputs are not kept whole (Korthikanti et al. 2022, section 4.2.2). If there are
+         latents, these are gathered for attention instead, and their gradients summed: `Model.latent_width`
+    cp   keys and values go around a ring: cp - 1 hops forward, and again backward, together with cp hops of their
+         gradients, the last of which returns them to their owner (Liu et al. 2023)
+    ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020), in 16 bit even for
+         matmuls in 8 bit. With sequence_parallel each rank sends its own tokens, and tp gathers nothing for the
+         experts. `Plan.dispatch` decides the number of rows; with a skew, it is that of the fullest rank
+    etp  the ranks that divide an expert exchange the rows that they received
 
-    node_size   how many neighbours are a node, to which "two_levels" sends a token once; inside of it the axis is
-                "ep inside". None: all are in one
+    node_size   how many neighbouring ranks form a node. "two_levels" sends a token to each node once; inside a node the
+                axis is "ep inside". None: all ranks are in one node
     """
     return tuple(_layer(model, plan, sequence, find_stack(stack, plan), node_size))
 
@@ -88,10 +88,10 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int
     is_one = plan.ep == 1 and plan.expert_tp == plan.tp and plan.dispatch in (None, "gather")  # MLP, whose tokens stay
     shares = model.experts > 0 and not is_one
     times = 1 if shares and plan.sequence_parallel and not model.shared_ffn else 2  # attention, and the MLP
-    latents = tokens * model.latent_width * size  # in place of one input of these
+    latents = tokens * model.latent_width * size  # gathered instead of one input
     if plan.tp > 1:
         for phase in [*forward, "backward"]:
-            is_back, apart = phase == "backward", stack.plain and shares and model.shared_ffn > 0  # has sums of its own
+            is_back, apart = phase == "backward", stack.plain and shares and model.shared_ffn > 0  # own sums
             sent: Counter[tuple[str, int]] = Counter({("all_reduce", whole): 2 + apart})
             if plan.sequence_parallel:
                 again = times if is_back and not stack.plain else 0
@@ -125,10 +125,10 @@ def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int
 
 
 def _experts(model: Model, plan: Plan, sequence: int, stack: Stack, node: int | None, phase: str) -> Iterator[Sent]:
-    """What travels for the experts of a layer: a row of h numbers for each copy of a token, there and back; and from
-    plain layers its choices (4 B each), weights (4 B each, and their gradients back) and the number of rows (8 B)."""
+    """The messages for the experts of a layer: a row of h numbers for each copy of a token, there and back; with plain
+    layers also its choices (4 B each), weights (4 B each, and their gradients back) and the number of rows (8 B)."""
     k, ep, tokens = model.experts_per_token, plan.ep, plan.microbatch * sequence // plan.cp
-    has_same = plan.tp > 1 and plan.expert_tp == plan.tp and not plan.sequence_parallel  # tokens: sums are exchanged
+    has_same = plan.tp > 1 and plan.expert_tp == plan.tp and not plan.sequence_parallel  # tokens, so sums are sent
     mine = tokens if has_same else tokens // plan.tp
     dispatch, nodes = plan.dispatch or "all_to_all", -(-ep * plan.expert_tp // (node or ep * plan.expert_tp))
     levels = list[tuple[str, int, bool, float]]()  # axis, ranks, whether they gather all rows, rows of one rank
@@ -151,7 +151,7 @@ def _experts(model: Model, plan: Plan, sequence: int, stack: Stack, node: int | 
         sizes = [(op, whole * model.hidden * plan.kept_size) for op in (there, back)]
         if numbers and phase != "backward":
             sizes += [(there, whole * numbers), (there, 8 * ranks)]
-        if numbers and dispatch != "all_to_all":  # else they stay at home
+        if numbers and dispatch != "all_to_all":  # otherwise the weights stay with their tokens
             sizes.append((back if phase == "backward" else there, whole * numbers))
         for (op, num_bytes), count in Counter(sizes).items():
             yield Sent(axis, ranks, op, round(num_bytes), count, "layer", phase)
@@ -169,8 +169,8 @@ def traffic(
     stack: str | Stack = "megatron",
     node_size: int | None = None,
 ) -> tuple[Sent, ...]:
-    """What a rank at this place of its pipeline sends in one step, `node_size` as in `layer_traffic`. Losses and norms,
-    a number each, are left out."""
+    """What a rank at this place of its pipeline sends in one step; `node_size` as in `layer_traffic`. Losses and
+    gradient norms, one number each, are left out."""
     stack, times, found = find_stack(stack, plan), plan.microbatches(batch), list[Sent]()
     plan = stack.cut(plan)
     for stage in stages_on(model, plan, pipeline_rank):
@@ -195,8 +195,8 @@ def bytes_by_axis(
 ) -> list[dict[str, float]]:
     """For each pipeline rank: axis -> the bytes that it sends in one step, with the ring algorithm.
 
-    node_size   how many neighbours are a node, to which `dispatch="two_levels"` sends a token once, along "ep"; from
-                there on it is along "ep inside". None: all ranks are in one node, and all is along "ep"
+    node_size   how many neighbouring ranks form a node. `dispatch="two_levels"` sends a token to each node once, along
+                "ep", and from there along "ep inside". None: all ranks are in one node, and everything is along "ep"
     """
     found = []
     for pipeline_rank in range(plan.pp):
@@ -212,7 +212,7 @@ def _times(sent: Iterable[Sent], count: int) -> list[Sent]:
 
 
 def _embedding(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
-    """Each rank looks up its words; what they find is summed."""
+    """Each rank looks up its part of the vocabulary, and the results are summed."""
     if plan.tp == 1:
         return
     size = ITEMSIZE[plan.dtype]
@@ -223,17 +223,15 @@ def _embedding(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterato
     if plan.sequence_parallel:
         yield Sent("tp", plan.tp, "all_gather", whole, 1, "embedding", "backward")
         if model.positions and stack.plain:
-            yield Sent(
-                "tp", plan.tp, "all_gather", sequence // plan.cp * model.hidden * size, 1, "embedding", "backward"
-            )
+            table = sequence // plan.cp * model.hidden * size
+            yield Sent("tp", plan.tp, "all_gather", table, 1, "embedding", "backward")
 
 
 def _head(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
-    """Each rank has the logits of its words. The loss needs one maximum and two sums per token."""
+    """Each rank has the logits of its part of the vocabulary. The loss needs one maximum and two sums per token."""
     if plan.tp == 1:
         return
-    size = ITEMSIZE[plan.dtype]
-    tokens = plan.microbatch * sequence // plan.cp
+    tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
     whole = tokens * model.hidden * size
     for phase in ("forward", "recompute") if stack.plain and plan.recompute == "full" else ("forward",):
         if plan.sequence_parallel:
@@ -252,7 +250,7 @@ def _head(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sen
 
 
 def _boundaries(model: Model, plan: Plan, sequence: int, stage: Stage) -> Iterator[Sent]:
-    """The activations of a microbatch go to the next stage, their gradients to the one before."""
+    """The activations of a microbatch go to the next stage, their gradients to the previous one."""
     tokens = plan.microbatch * sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)
     for sends, phase in zip(stage.sends, ("forward", "backward")):
         if sends:
@@ -260,11 +258,11 @@ def _boundaries(model: Model, plan: Plan, sequence: int, stage: Stage) -> Iterat
 
 
 def _step(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack) -> Iterator[Sent]:
-    """Once in a step: gradients, parameters, and what stages share. With ZeRO 2 and 3 gradients go after every
-    microbatch, and with 3 parameters before every use."""
+    """Once per step: gradients, parameters, and what stages share. With ZeRO 2 and 3 gradients are sent after every
+    microbatch, and with ZeRO 3 parameters before every use."""
     grad, size = ITEMSIZE[plan.grad_dtype], ITEMSIZE[plan.dtype]
     held = held_parameters(model, plan, pipeline_rank, stack)
-    for numbers, ranks in ((held.dense, plan.copies), (held.experts, plan.expert_copies)):
+    for numbers, ranks, known in ((held.dense, plan.copies, held.embedding), (held.experts, plan.expert_copies, 0)):
         if ranks == 1 or not numbers:
             continue
         op = "reduce_scatter" if plan.zero else "all_reduce"
@@ -274,12 +272,12 @@ def _step(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack
             yield Sent("dp", ranks, "all_gather", numbers * size, 1, "parameters", "step")
         elif plan.zero == 3:
             yield Sent("dp", ranks, "all_gather", numbers * size, times, "parameters", "forward")
-            known = held.embedding if stack.plain and numbers == held.dense else 0  # its backward needs no weight
             if plan.recompute == "full" and stack.gathers == 3:
                 yield Sent("dp", ranks, "all_gather", numbers * size, times, "parameters", "recompute")
-            yield Sent("dp", ranks, "all_gather", (numbers - known) * size, times, "parameters", "backward")
+            late = numbers - known if stack.plain else numbers  # the embedding's backward pass needs no weight
+            yield Sent("dp", ranks, "all_gather", late * size, times, "parameters", "backward")
     stages = stages_on(model, plan, pipeline_rank)
-    if stages[0].share < 1:  # the other direction has copies of these stages
+    if stages[0].share < 1:  # the other direction has replicas of these stages
         twice = model.tied and stack.plain and any(stage.is_first for stage in stages)
         copies = held.total - (held.words if twice else 0)
         yield Sent("pp", 2, "all_reduce", copies * grad, 1, "gradients", "step")

@@ -1,4 +1,4 @@
-"""Why: in one sentence, what is in the way of a plan, and what would change it."""
+"""Why: one sentence about a plan's main obstacle, and what would change it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def it_does_not_fit(
 
 
 def _ways_out(model: Model, plan: Plan, batch: int, sequence: int) -> Iterator[tuple[str, Plan]]:
-    """Plans on as many ranks that differ in one thing and hold less, those that cost least time first."""
+    """Plans on as many ranks that differ in one respect and hold less, in order of the time they cost."""
     smaller, fewer = plan.microbatch // 2, plan.dp // 2
     changes: list[tuple[str, dict[str, object]]] = []
     if plan.zero == 0 and plan.copies > 1:

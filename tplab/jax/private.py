@@ -24,18 +24,18 @@ _retracing = jax.make_user_context(default_value=None)
 
 
 def retracing(token: Hashable) -> AbstractContextManager[None]:
-    """A context in which JAX only reuses what it has traced in the context of the same token."""
+    """A context in which JAX reuses traces only from a context with the same token."""
     return _retracing(token)
 
 
 def trace_context() -> Hashable:
-    """All of JAX's settings that decide what a traced function becomes: precision, types, devices, the mesh."""
+    """All of JAX's settings that affect tracing: precision, types, devices, the mesh."""
     return config.trace_context()
 
 
 def in_float64(wide: bool = True) -> AbstractContextManager[None]:
-    """Inside, JAX computes in float64 what it is given in float64; with False, in float32 as it does by default.
-    It is `jax.enable_x64` since 0.8."""
+    """A context in which JAX computes on float64 inputs in float64; with False, in float32 as it does by default. It is
+    `jax.enable_x64` since 0.8."""
     home = jax if hasattr(jax, "enable_x64") else jax.experimental
     return home.enable_x64(wide)  # type: ignore[attr-defined]
 
@@ -48,7 +48,7 @@ def devices_around() -> tuple[Any, ...]:
 
 @contextmanager
 def without_devices() -> Iterator[None]:
-    """Inside, jit is not bound to the devices of the mesh of `jax.set_mesh`."""
+    """A context in which jit is not bound to the devices of the mesh of `jax.set_mesh`."""
     before = _device_context.swap_local(jax.sharding.Mesh(np.empty((), object), ()))
     try:
         yield
@@ -57,7 +57,7 @@ def without_devices() -> Iterator[None]:
 
 
 def is_float64() -> bool:
-    """Whether JAX computes in float64 what it is given in float64."""
+    """Whether JAX computes on float64 inputs in float64."""
     return bool(config.enable_x64.value)
 
 
@@ -75,12 +75,12 @@ def pvary(x: Any, axes: tuple[str, ...]) -> Any:
 
 
 def out_shardings_of(traced: Any) -> tuple[Any, ...]:
-    """The shardings that were asked of a traced function's results, in order; () where JAX does not say."""
+    """The shardings requested for a traced function's results, in order; () if JAX does not record them."""
     return tuple(getattr(traced, "_params", {}).get("out_shardings", ()))
 
 
 def is_ref(leaf: Any) -> bool:
-    """Whether it is an array that can be written to. Before 0.8 JAX has none under a public name."""
+    """Whether it is a Ref, an array that can be written to. Before 0.8 JAX has no public Refs."""
     return isinstance(leaf, getattr(jax, "Ref", ()))
 
 
@@ -90,7 +90,7 @@ def new_ref(x: Any) -> Any:
 
 
 def kept_of(compiled: Any) -> list[int]:
-    """The places of the arguments that a compiled program uses, in order; [] where JAX does not say."""
+    """The places of the arguments that a compiled program uses, in order; [] if JAX does not record them."""
     return sorted(getattr(getattr(compiled, "_executable", None), "_kept_var_idx", ()))
 
 
@@ -103,9 +103,9 @@ def changed(traced: Any, **params: Any) -> Any:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, JAX says more of the equations that it traces. What the backward function of a custom_vjp computes has
-    lines of its own, and not the one that the custom_vjp is called at. A constraint inside vmap has a scope
-    "tplab.batched2" for each dim that vmap has put into its array, in their order."""
+    """A context in which JAX records more about the equations that it traces. Equations in the backward function of a
+    custom_vjp have their own lines rather than the line of the call. A constraint inside vmap has a scope
+    "tplab.batched2" for each dim that vmap has inserted into its array, in order."""
 
     def in_backward(rule: Any) -> Any:
         def transposed(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ def as_written() -> Iterator[None]:
 
 
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """How many constants a scan takes, and how many arrays it carries. Since 0.11 a tree says so."""
+    """(how many constants a scan takes, how many arrays it carries). Since 0.11 these are in a tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -152,8 +152,8 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def own_copy(constant: Any) -> Any:
-    """A copy of a constant that JAX may have left in somebody else's memory; anything else as it is. What JAX wraps a
-    NumPy array in is itself one since 0.8; before that it had a class, and in 0.7 another name."""
+    """A copy of a constant that may share memory with a NumPy array; anything else unchanged. JAX's wrapper of a NumPy
+    array is itself one since 0.8; before that it was a class, with another name in 0.7."""
     if isinstance(constant, np.ndarray):
         return constant.copy()
     return deepcopy(constant) if type(constant).__name__ in ("LiteralArray", "TypedNdArray") else constant
@@ -168,7 +168,7 @@ def moved(array: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
 
 
 def at_first_use(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """JAX makes its devices inside this context, when it is first used; nothing happens if it has made them."""
+    """Make JAX create its devices, on first use, inside this context. Nothing happens if they already exist."""
     if xla_bridge.backends_are_initialized():
         return
     make = xla_bridge.backends
@@ -183,6 +183,6 @@ def at_first_use(context: Callable[[], AbstractContextManager[None]]) -> None:
 
 
 def knows_patience_flag() -> bool:
-    """Whether XLA can be made to wait longer than 40 seconds for a rank. It ends a process for a flag that it does not
-    know: versions before 0.8 do not know this one, and libtpu brings flags of its own."""
+    """Whether XLA can be made to wait longer than 40 seconds for a rank. It aborts on an unknown flag: versions before
+    0.8 do not have this one, and libtpu has its own flags."""
     return jax.__version_info__ >= (0, 8) and importlib.util.find_spec("libtpu") is None

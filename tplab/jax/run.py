@@ -31,12 +31,12 @@ class Result:
     """What a run returned. JAX may still be computing: reading a number waits for it, as `jax.block_until_ready` does.
 
     per_rank   what each rank returned
-    value      the results put together as out_specs said: global arrays, each rank's piece on its own device
+    value      the results joined according to out_specs: global arrays, each rank's piece on its own device
     trace      everything that was sent: from which rank, to which rank, how large, when
-    types      what each array is along each axis, line by line, where `run` was asked for types
+    types      the type of each array along each axis, line by line, if `run` was called with types=True
 
-    `per_rank` and `trace` are worked out when they are first asked for. If branches or loops depend on data, the trace
-    runs the program a second time to see what each rank decides; until then the arguments are kept.
+    `per_rank` and `trace` are computed on first access. If branches or loops depend on data, the trace runs the program
+    a second time to see what each rank decides; until then the arguments are kept.
     """
 
     _types: Callable[[], Types] | None = None
@@ -73,7 +73,7 @@ class Result:
 
     @cached_property
     def trace(self) -> Trace:
-        # An argument may have been donated since, to a jitted update with donate_argnums: its values are gone.
+        # An argument may have been donated since, to a jitted update with donate_argnums; then its values are gone.
         small = [None if _is_gone(a) else a for a in self._small]
         arguments = [self._compiled.key(self._seed), *small]
         reports = self._asked() if self._asked is not None else None
@@ -107,12 +107,12 @@ def run(
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
-    args        what `fn` is called with: arrays (JAX's or NumPy's), numbers, any pytree of them. Each rank gets the
-                piece that in_specs gives it, or all. None, strings, functions and other objects are passed as they
-                are. A jax.ShapeDtypeStruct is an array without its numbers: then nothing is run, the trace is the
-                same, and the results are shapes too
+    args        the arguments of `fn`: arrays (JAX's or NumPy's), numbers, any pytree of them. Each rank gets the piece
+                that in_specs gives it, or everything. None, strings, functions and other objects are passed unchanged.
+                A jax.ShapeDtypeStruct is an array without its numbers: then nothing is run, the trace is the same, and
+                the results are shapes too
     in_specs    one P per argument (or a structure of them, or one P for all); without it, every rank gets everything
-    out_specs   how the results make a whole, for `Result.value`. Results that should be the same on several ranks must
+    out_specs   how the results are joined, for `Result.value`. Results that should be the same on several ranks must
                 be so by JAX's types, or it is a ReplicationError: all_reduce's result is, all_gather's is not
     on          "simulated": on GPUs or TPUs if there are as many as ranks, otherwise on CPU devices that JAX simulates.
                 "cpu", "gpu" or "tpu": on those. None: "simulated"
@@ -121,8 +121,8 @@ def run(
     clock       "modelled"; None means the same
     seed        each rank's `rank_key()` is derived from it and the rank's number
     keep_values the number of messages whose values the trace keeps (if they have at most 64 elements)
-    types       whether to work out what each array is along each axis, for `Result.types`: replicated, invariant,
-                varying or partial (see the page "Types of tensors on ranks"), from what JAX has traced
+    types       whether to infer the type of each array along each axis, for `Result.types`: replicated, invariant,
+                varying or partial (see the page "Types of tensors on ranks"), from the traced program
 
     `fn` is traced once and compiled for all ranks (one `jax.shard_map` under one `jax.jit`), again for each structure,
     shape and dtype of args; a further call costs a dispatch and returns before the result is ready. What `fn` can read
@@ -131,7 +131,7 @@ def run(
     such as a random number generator, it is traced at every call. Pass a large NumPy array as an argument rather than a
     global: the comparison reads a global whole.
 
-    Raises ReplicationError, SpecError, ShapeError, MeshError, DeadlockError where a collective is in a branch or loop
+    Raises ReplicationError, SpecError, ShapeError, MeshError, DeadlockError if a collective is in a branch or loop
     that only some of its ranks may take, and anything that `fn` raises while it is traced.
     """
     check_run(fn, mesh, seed=seed, keep_values=keep_values)
@@ -156,7 +156,7 @@ def run(
 
 
 def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[Any]:
-    """Each rank's piece of a global array. On CPU devices they are put on one device, so that you can combine them."""
+    """Each rank's piece of a global array. On CPUs they are moved to one device, so that you can combine them."""
     if is_shape(leaf):
         return [jax.ShapeDtypeStruct(shape, leaf.dtype)] * mesh.size
     rank_of = rank_of_device(mesh)
@@ -166,7 +166,7 @@ def _pieces(leaf: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> list[
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     is_plain = on_cpu and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)  # not random keys
     with jax.default_device(jax.local_devices(backend="cpu")[0] if is_plain else None):
-        # The shape is the rank's own: a scalar has travelled as one element, and XLA does not cut empty arrays.
+        # Restore the rank's own shape: a scalar was returned as one element, and XLA does not cut empty arrays.
         return [p if p is None else (jnp.asarray(np.asarray(p)) if is_plain else p).reshape(shape) for p in pieces]
 
 

@@ -1,4 +1,4 @@
-"""What the layers of both frameworks accept: both share each check and its message. The checks only see sizes."""
+"""Checks of arguments, with their messages, that the layers of both frameworks share. They see only sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipelines take and refuse in both frameworks: microbatches, what stages return, losses, tied parameters."""
+"""Checks that the pipelines of both frameworks share: microbatches, results of stages, losses, tied parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Placed = tuple[tuple[tuple[int, str], ...], ...]
 
 
 def check_data_axis(mesh: Mesh, axis: Axis, data_axis: Axis | None) -> None:
-    """Raise MeshError if a pipeline's stages and its copies are along the same axis."""
+    """Raise MeshError if a pipeline's stages and its replicas are along the same axis."""
     both = set() if data_axis is None else set(mesh.names(axis)).intersection(mesh.names(data_axis))
     if both:
         raise MeshError(
@@ -106,12 +106,12 @@ def check_loss(value: Any, kind: type, has_gradient: Callable[[Any], bool], micr
 
 
 def _name(kind: type) -> str:
-    """ "tensor" or "array": JAX says where its class is made, too."""
+    """ "tensor" or "array", without the module that JAX includes in its class's name."""
     return kind.__name__.rpartition(".")[2].lower()
 
 
 def no_way_back(stage: int) -> ScheduleError:
-    """The error for a stage that no gradient can leave."""
+    """The error for a stage none of whose inputs can have a gradient."""
     return ScheduleError(
         f"nothing that enters stage {stage} is of floating point, so no gradient can flow back to stage {stage - 1}; "
         "cut the model elsewhere"

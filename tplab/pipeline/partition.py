@@ -62,7 +62,7 @@ class Partition:
 
     @property
     def largest(self) -> Number:
-        """The cost of the busiest rank, which is as small as in any partition."""
+        """The cost of the busiest rank, which `partition` makes as small as it can."""
         return max(self.rank_costs)
 
     def stage_of(self, layer: int) -> int:
@@ -73,13 +73,13 @@ class Partition:
         home = {stage: rank for rank, held in enumerate(self.placement) for stage in held}
         wide = max(len(f"{weight:,}") for weight in self.stage_weights)
         lines = []
-        for stage, layers in enumerate(self.stages):
-            line = f"stage {stage}  rank {home[stage]}  layers {f'[{layers.start}, {layers.stop})':<10}"
+        for stage, (a, b) in enumerate(pairwise(self.bounds)):
+            line = f"stage {stage}  rank {home[stage]}  layers {f'[{a}, {b})' if a < b else 'none':<10}"
             line += f"  {self.stage_weights[stage]:>{wide},} parameters"
             if self.method != "parameters":
                 line += f"  {self.method} {self.stage_costs[stage]:g}"
-            if self.names:
-                line += f"  {self.names[layers.start]} to {self.names[layers.stop - 1]}"
+            if self.names and a < b:
+                line += f"  {self.names[a]} to {self.names[b - 1]}"
             lines.append(line)
         return "\n".join(lines)
 
@@ -134,7 +134,7 @@ def cut_layers(
     placement: Placement | None = None,
     bounds: Sequence[int] | None = None,
 ) -> Partition:
-    """The partition of layers with these numbers of parameters: the best one, or the one with these `bounds`."""
+    """The partition of layers with these numbers of parameters: the best, or the one with these `bounds`."""
     if bounds is None:
         return partition(sizes, parts, method, names=names, placement=placement)
     given = tuple(map(int, bounds))

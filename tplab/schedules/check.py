@@ -234,7 +234,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _awaited(schedule: Schedule, ticks: np.ndarray, head: int) -> int:
-    """What an action that never runs waits for: its own input, or that of the one it is overlapped with."""
+    """What an action that never runs waits for: its own input, or that of the action overlapped with it."""
     for needs in (schedule.needs.message, schedule.needs.partner):
         need = int(needs[head])
         if need == MISSING or (need != NOTHING and ticks[need] < 0):

@@ -1,4 +1,4 @@
-"""Costs: how long each action takes, how long a message travels, and what an activation weighs."""
+"""Costs: how long each action takes, how long a message travels, and how large an activation is."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Costs:
     message_bytes   size of one message (a number, or what each stage sends), and `bandwidth` in bytes per unit of time:
                     a message takes transfer + message_bytes / bandwidth
     links           "free": any number of messages travel at once. "queue": a link (one direction between two ranks)
-                    carries one message at a time, for message_bytes / bandwidth each. "port": so does a rank, to
-                    whichever rank it sends, as GPUs do on the modelled clock (`tplab.cost.clock`)
+                    carries one message at a time, for message_bytes / bandwidth each. "port": each rank sends one
+                    message at a time, to any rank, as GPUs do on the modelled clock (`tplab.cost.clock`)
     optimizer_step  time of one rank's optimizer step
     gradient_sync   time to sum one rank's gradients (REDUCE_GRAD), shared among its stages; it occupies the rank
     activation      what F keeps for the backward: bytes of a rank's share of one microbatch, or one figure per stage
@@ -175,6 +175,8 @@ def memory_limits(limit: float | Sequence[float] | None, num_ranks: int) -> np.n
     limits = _numbers(np.inf if limit is None else limit)
     if limits is None:
         raise ScheduleError(f"memory_limit is {limit!r}; it must be a number of microbatches, or one for each rank")
+    if not (limits >= 0).all():
+        raise ScheduleError(f"memory_limit is {limit!r}; it cannot be negative or NaN")
     if limits.shape not in ((), (num_ranks,)):
         raise ScheduleError(
             f"memory_limit has shape {limits.shape}; give one number, or one for each of the {num_ranks} ranks"

@@ -1,4 +1,4 @@
-"""What every executor asks of a schedule before it runs it."""
+"""What every executor needs from a schedule before running it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_ranks(schedule: Schedule, num_ranks: int, label: str) -> None:
 
 
 def program(schedule: Schedule, is_forward_only: bool = False) -> list[tuple[Action, ...]]:
-    """What each rank executes: its row with sends and receives written out, or only the forward passes of it. Raises
+    """What each rank executes: its row, or only the row's forward passes, with sends and receives written out. Raises
     ScheduleError, as `check` does, if the schedule is not right."""
     ticks = None if schedule.given_ticks is None else schedule.given_ticks.tobytes()
     return _program(schedule, schedule.placement, ticks, is_forward_only)
@@ -34,7 +34,7 @@ def program(schedule: Schedule, is_forward_only: bool = False) -> list[tuple[Act
 def _program(
     schedule: Schedule, placement: Placement, ticks: bytes | None, is_forward_only: bool
 ) -> list[tuple[Action, ...]]:
-    """Cached, so it is worked out once for all ranks. Schedules compare equal even if their placements and ticks
+    """Cached, so it is computed once for all ranks. Schedules compare equal even if their placements and ticks
     differ, so these are part of the cache's key: `check` looks at them."""
     check(schedule)
     if is_forward_only:

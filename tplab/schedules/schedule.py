@@ -117,7 +117,7 @@ class Schedule:
         return in_words(self.action(index))
 
     def by_rank(self) -> list[tuple[Action, ...]]:
-        """What each rank does, in order: what an executor walks."""
+        """The actions of each rank, in order, for an executor."""
         columns = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), self.joined.tolist())
         actions = [Action(KINDS[kind], stage, microbatch, joined) for kind, stage, microbatch, joined in columns]
         return [tuple(actions[a:b]) for a, b in zip(self.offsets[:-1], self.offsets[1:])]

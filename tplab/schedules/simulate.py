@@ -95,7 +95,7 @@ class _Plan:
 
 
 def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:
-    """When each action's rank was done with the one before it; 0 for the first of a row."""
+    """When the previous action of the same rank ended; 0 for the first action of a row [actions]."""
     before = np.empty(len(schedule))
     before[1:] = end[:-1]
     before[schedule.offsets[:-1][np.diff(schedule.offsets) > 0]] = 0.0
@@ -105,8 +105,9 @@ def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:
 def _what_held_up(
     schedule: Schedule, plan: _Plan, end: np.ndarray, sent: np.ndarray, waits_for: np.ndarray
 ) -> np.ndarray:
-    """What held up each action and then each action's message, as an index of these: the message that an action waited
-    for, or else the action before it; and of a message its action, or the one that had the link before it."""
+    """What held up each action, then each action's message [2 actions], as an index into the same array. An action is
+    held up by the message it waited for, or else by the previous action of its rank; a message by its action, or by
+    the previous message on its link."""
     indices = np.arange(len(schedule))
     before = np.where(np.isin(indices, schedule.offsets[:-1]), NOTHING, indices - 1)
     action = np.where((waits_for < 0) | schedule.joined, before, waits_for + len(schedule))
@@ -134,8 +135,8 @@ def _links(schedule: Schedule, carrying: np.ndarray, is_port: bool) -> Links:
     """The link of each action's message: one per direction between two ranks, or one per rank that sends; none if it
     stays on its rank.
 
-    Only one rank sends on a link, in the order of its row. So what is ready first goes first, also where `relax`
-    advances the ranks in another order than that of time.
+    Only one rank sends on a link, in the order of its row. So messages leave in the order in which they are ready, even
+    where `relax` does not advance the ranks in the order of time.
     """
     message = schedule.needs.message
     consumer = np.flatnonzero(message >= 0)

@@ -53,8 +53,8 @@ class Simulation:
     duration     how long each action occupies its rank; the second of an overlapped pair counts as 0
     sent         when each action's message had left (at the action's end, or later where links queue)
     waits_for    the index of the action whose message decided when this one started; -1 if its own rank did
-    after        what held up each action, then what held up each one's message [2 actions], as an index of these two;
-                 -1: nothing did
+    after        what held up each action, then what held up each action's message, as an index into this array
+                 [2 actions]; -1: nothing did
     lockstep     whether the ranks took each tick together
     """
 
@@ -111,7 +111,7 @@ class Simulation:
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What no schedule of this shape can beat, given these costs."""
+        """The lower bounds for schedules of this shape, given these costs."""
         return lower_bounds(self.schedule, self.costs)
 
     @property

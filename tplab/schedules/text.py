@@ -14,7 +14,7 @@ from tplab.schedules.action import Action
 Row = Sequence[Action]
 _PAIR = "OVERLAP_F_B"
 _LINE_END = re.compile(r"\r\n?|\n")
-"""Of Unix, of Windows, and of old Macs and some spreadsheets."""
+"""The line ends of Unix, Windows, old Macs and some spreadsheets."""
 
 
 def draw(rows: Sequence[Row], ticks: Sequence[Sequence[int]] | None, with_stages: bool) -> str:

@@ -1,4 +1,4 @@
-"""What attention over a sequence that ranks share accepts, in both frameworks."""
+"""Checks of arguments for attention over a sequence that ranks share, in both frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention over a sequence that ranks share costs: bytes sent, bytes kept, and from when on messages are hidden.
+"""The cost of attention over a sequence that ranks share: bytes sent, and how many tokens per rank hide a hop.
 
 S tokens over p ranks, n = S/p on each; h query heads and g key and value heads of width d; b bytes per number. `KV` is
 n 2g d b: the keys and values of one rank.
@@ -17,7 +17,7 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 
 class BytesSent(NamedTuple):
-    """What each rank sends in each pass."""
+    """Bytes that each rank sends in each pass."""
 
     forward: int
     backward: int
@@ -43,7 +43,7 @@ def attention_bytes(
     head         (p-1)/p of q, k, v and o             the same of their gradients
     head_ring    head over `head_ranks` of the ranks, then ring over the others
 
-    Raises ShapeError where ranks cannot share tokens or heads.
+    Raises ShapeError if ranks cannot share tokens or heads.
     """
     one_of("scheme", scheme, SCHEMES)
     exchanging = {"head": num_ranks, "head_ring": head_ranks}.get(scheme, 1)

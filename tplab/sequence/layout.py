@@ -29,9 +29,9 @@ class TokenLayout:
     zigzag       pieces r and 2p-1-r of 2p: under a causal mask all ranks have equally much to do
     striped      positions r, r + p, r + 2p, ... (Brandon et al. 2023, "Striped attention")
 
-    What belongs to a token goes with it: its id, its label, its position, the document that it is in. So order the
-    whole by `arrange`, and cut it in equal pieces, as `P` does; `restore` puts what the ranks return back in order.
-    Raises ShapeError where p (zigzag: 2p) does not divide S.
+    A token's id, label, position and document go with it. So reorder each whole array by `arrange`, and cut it in equal
+    pieces, as `P` does; `restore` puts the ranks' results back in order.
+    Raises ShapeError if p (zigzag: 2p) does not divide S.
     """
 
     name: LayoutName

@@ -1,8 +1,8 @@
 """The scores of a sequence as tiles: which rank computes which of them at which step of a ring, and which it skips.
 
 At step t of a ring over p ranks, rank r has the keys of rank r - t, and computes the scores of its own queries with
-them. Of these n x n scores a mask may leave all, some or none. What it leaves is in a box, often smaller than n x n:
-under a causal mask and zigzag every tile but the first is half a square.
+them. A mask may leave all, some or none of these n x n scores. Those that it leaves fit in a box, often smaller than
+n x n: under a causal mask and zigzag, every tile but the first is half a square.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tplab.sequence.layout import TokenLayout
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What a query at position i sees of the keys at positions j.
+    """Which keys, at positions j, a query at position i sees.
 
     causal      j <= i
     window      |i - j| < window: with `causal`, a token sees itself and the window - 1 tokens before it
@@ -52,7 +52,7 @@ class AttentionMask:
     def seen(self, positions: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The first and the last position that each query sees: positions [n]   ->   [n], [n], both included.
 
-        Raises ShapeError where the documents do not add up to the sequence.
+        Raises ShapeError if the documents do not add up to the sequence.
         """
         starts, ends = self._bounds(num_tokens)
         document = np.searchsorted(ends, positions, "right")

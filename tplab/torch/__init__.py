@@ -215,7 +215,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """torch.distributed takes time to import, so what needs it is imported when it is first used."""
+    """Import what needs torch.distributed when it is first used: torch.distributed takes time to import."""
     if name == "launch":
         from tplab.torch.scripts import launch
 

@@ -1,6 +1,6 @@
-"""What a cluster takes, measured on the ranks of this process group: collectives, hops, matmuls, copies.
+"""Measurements of a cluster on the ranks of this process group: collectives, hops, matmuls, copies.
 
-Every rank calls `on_these_ranks`; rank 0 gets the rows. A time is that of the slowest rank, the median of several runs.
+Every rank calls `on_these_ranks`; rank 0 gets the rows. A time is the slowest rank's, the median of several runs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from tplab.cost.own import Row
 
 _SIZES = tuple(2**power for power in range(10, 29, 2))
-"""Of the whole tensor, in bytes."""
+"""Sizes of the whole tensor, in bytes."""
 _EDGES = (64, 256, 512, 1024, 2048)
 _DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32,)}
 _RUNS = 7
 
 
 class Measured(NamedTuple):
-    """The rows, on the first rank, and what they were measured on."""
+    """The rows, on the first rank, and the hardware and software that they were measured on."""
 
     rows: list[Row]
     chip: str
@@ -35,7 +35,7 @@ class Measured(NamedTuple):
 
 
 def on_these_ranks(most: int | None = None) -> Measured:
-    """What the ranks of torchrun take, or this process alone: over NCCL where every rank has a GPU, and else over gloo.
+    """Measure the ranks of torchrun, or this process alone: over NCCL if every rank has a GPU, otherwise over gloo.
 
     most   bytes of the largest tensor that is sent
     """
@@ -57,7 +57,7 @@ def on_these_ranks(most: int | None = None) -> Measured:
 
 
 def _measure(device: torch.device, sizes: Sequence[int]) -> list[Row]:
-    """Rows of this process group on `device`, at rank 0; an empty list on all other ranks."""
+    """The rows of this process group on `device`, at rank 0; an empty list on all other ranks."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, os.environ.get("GROUP_RANK", "") + socket.gethostname())
     rows = list(_on_chip(device))
@@ -70,7 +70,7 @@ def _measure(device: torch.device, sizes: Sequence[int]) -> list[Row]:
 
 
 def _groups(hosts: Sequence[str]) -> list[list[int]]:
-    """Ranks 0 to n-1 for n = 2, 4, ... up to those of one node; and all ranks of 2, 4, ... nodes."""
+    """Ranks 0 to n-1 for n = 2, 4, ... up to one node; and all ranks of 2, 4, ... nodes."""
     node = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     nodes = list(dict.fromkeys(hosts))
     found = [node[:size] for size in _doubled(len(node))]
@@ -112,7 +112,7 @@ def _calls(piece: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -
 
 
 def _ping(x: torch.Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> Callable[[], object]:
-    """There and back, between the first two ranks of a group; the others look on."""
+    """There and back, between the first two ranks of a group; the other ranks do nothing."""
 
     def call() -> None:
         if dist.get_rank() == ranks[0]:
@@ -126,7 +126,7 @@ def _ping(x: torch.Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> Ca
 
 
 def _on_chip(device: torch.device) -> Iterator[Row]:
-    """Matmuls and copies, on all ranks at once: they share what they share in a program."""
+    """Matmuls and copies, on all ranks at once: they share hardware as in a program."""
     for dtype in _DTYPES[device.type]:
         for edge in (*_EDGES, 4096, 8192) if device.type == "cuda" else _EDGES:
             a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
@@ -138,7 +138,7 @@ def _on_chip(device: torch.device) -> Iterator[Row]:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Of one call on the slowest rank: the median of several runs, each of as many calls as take 5 ms."""
+    """The seconds of one call on the slowest rank: the median of several runs, each of as many calls as take 5 ms."""
     call()
     once = _timed(call, 1, device, group)
     calls = int(min(100.0, max(1.0, 5e-3 / once)))
@@ -156,5 +156,5 @@ def _timed(call: Callable[[], object], calls: int, device: torch.device, group: 
     wait()
     took = torch.tensor([(time.perf_counter() - start) / calls], device=device)
     if group is not None:
-        dist.all_reduce(took, dist.ReduceOp.MAX, group=group)  # so all ranks agree how often to call
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=group)  # so that all ranks agree on the number of calls
     return float(took)

@@ -1,4 +1,4 @@
-"""Every private name of torch that tplab uses: what it is for, and why nothing public does.
+"""Every private name of torch that tplab uses: its purpose, and why no public name serves it.
 
 torch makes no promise about them: a new version may rename them. All were tried on torch 2.11, 2.13 and 2.14.
 """
@@ -38,11 +38,11 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 
 
 def not_compiled(function: FunctionType) -> None:
-    """torch.compile runs `function`, and what it calls, as it is: the graph breaks there.
+    """Make torch.compile run `function`, and what it calls, uncompiled: the graph breaks there.
 
-    Which ranks communicate is decided as the program runs, so no graph can hold it. This is the same as
-    torch.compiler.disable, but without a wrapper at each call, and without importing torch._dynamo, which takes
-    seconds and 100 MB.
+    Which ranks communicate is decided while the program runs, so no graph can contain it. This is the same as
+    torch.compiler.disable, but without a wrapper at each call, and without importing torch._dynamo, which takes seconds
+    and 100 MB.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def not_compiled(function: FunctionType) -> None:
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operation of a thread. torch documents it, but in a module whose name is private."""
+    """Sees every operation of a thread. torch documents it, but in a module with a private name."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,18 +69,18 @@ HigherOrder = HigherOrderOperator
 
 
 def parts_of(func: HigherOrderOperator) -> Callable[..., Any]:
-    """What such an operation does in plain operations."""
+    """Such an operation as a function of plain operations."""
     return func.py_kernels[_C.DispatchKey.CompositeExplicitAutograd]
 
 
 dispatch_modes = _get_current_dispatch_mode_stack
-"""The modes that are in force, the innermost last."""
+"""The active modes, innermost last."""
 no_dispatch = _C._DisableTorchDispatch
-"""`with no_dispatch():` no mode sees what tplab itself does, which is no operation of the program's."""
+"""`with no_dispatch():` no mode sees what tplab itself does, which is not an operation of the program."""
 num_modes = _C._len_torch_dispatch_stack
 push_mode = _C._push_on_torch_dispatch_stack
 pop_mode = _C._pop_torch_dispatch_stack
-"""To put a mode below those of the program, which may leave in any order."""
+"""For putting a mode below those of the program, which may be popped in any order."""
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
@@ -89,11 +89,11 @@ graph_task: Callable[[], int] = _C._current_graph_task_id
 transform = _C._functorch.peek_interpreter_stack
 """The transformation of torch.func (grad, vmap, ...) whose function this thread runs; None outside of one."""
 without_transforms = _C._DisableFuncTorch
-"""`with without_transforms():` what is computed is no part of the function that is transformed."""
+"""`with without_transforms():` computations are not part of the function that is transformed."""
 
 
 def untransformed(x: Tensor) -> Tensor:
-    """What a tensor is outside of torch.func's transformations: where vmap runs, all samples, along dim 0."""
+    """A tensor outside torch.func's transformations: under vmap, all samples along dim 0."""
     while _C._functorch.is_functorch_wrapped_tensor(x):
         dim = _C._functorch.maybe_get_bdim(x)
         x = _C._functorch.get_unwrapped(x)
@@ -111,24 +111,24 @@ def phase() -> str:
 
 
 saved_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
-"""The innermost hooks on saved tensors: torch calls only these, so that new ones have to hand on to them."""
+"""The innermost hooks on saved tensors: torch calls only these, so new hooks have to pass on to them."""
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""What a tensor is a view of; None of what is no view."""
+"""The tensor that a tensor is a view of; None if it is no view."""
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor has been written to: autograd's own check that a saved one is as it was."""
+"""How often a tensor has been written to: with it autograd checks that a saved tensor is unchanged."""
 metadata_of: Callable[[torch.autograd.graph.Node], Sequence[Any]] = attrgetter("_input_metadata")
-"""Shape, dtype and device of each gradient that a node of the graph takes."""
+"""Shape, dtype and device of each gradient that a graph node receives."""
 post_accumulate_hooks: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = attrgetter(
     "_post_accumulate_grad_hooks"
 )
-"""What register_post_accumulate_grad_hook has registered: torch calls them only where it accumulates itself."""
+"""The hooks of register_post_accumulate_grad_hook: torch calls them only where it accumulates itself."""
 
 SAVED = "_saved_"
-"""How the names of what a node of the graph has saved begin, such as `_saved_self`; torch documents them."""
+"""The prefix of the names of what a graph node has saved, such as `_saved_self`; torch documents them."""
 
 
 KinetoEvent = _C._autograd._KinetoEvent
-"""One event of torch's profiler. What it can be asked grows with torch's versions: typed_metadata is new in 2.14."""
+"""One event of torch's profiler. Its methods grow with torch's versions: typed_metadata is new in 2.14."""
 
 
 class ThreadProfiler:
@@ -153,25 +153,25 @@ class ThreadProfiler:
 no_torch_function = _C.DisableTorchFunction
 """`with no_torch_function():` no mode sees the calls of torch; torch documents it for subclasses."""
 parse_to: Callable[..., Any] = _C._nn._parse_to
-"""What Module.to makes of its arguments. It is called once for a module, before that moves one tensor after another."""
+"""How Module.to parses its arguments: called once for a module, before that moves one tensor after another."""
 
-# Where a CUDA build finds no GPU, the first fake tensor (of DTensor, FSDP2, torch.compile) puts a stand-in for the GPU
-# in a table of the process. In torch 2.11 this stand-in ends with its thread, and the next use crashes. So it belongs
-# to this thread, which imports tplab, and not to a rank's.
+# If a CUDA build finds no GPU, the first fake tensor (of DTensor, FSDP2, torch.compile) puts a stand-in for the GPU in
+# a process-wide table. In torch 2.11 this stand-in ends with its thread, and the next use crashes. So it must belong to
+# this thread, which imports tplab, and not to a rank's.
 if torch.cuda.device_count() == 0:
     _C._ensureCUDADeviceGuardSet()
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""What tells a storage from all others that live, without an address that would be read."""
+"""Distinguishes a storage from all others that exist, without an address that would be read."""
 
 
 lazy_copy: Callable[[Tensor], Tensor] = torch._lazy_clone  # type: ignore[attr-defined]
-"""A copy of a tensor that shares its memory until one of the two is written to. From then on `x` itself is lazy too. To
-be used on memory that only torch points to: of NumPy's arrays, say, torch does not know."""
+"""A copy of a tensor that shares its memory until one of the two is written to. From then on `x` itself is lazy too.
+Only for memory that nothing but torch points to: torch does not know of NumPy's arrays, for example."""
 is_lazy: Callable[[Tensor], bool] = _C._is_cow_tensor
-"""Whether a tensor, or what it is a view of, is such a copy, or has such copies."""
+"""Whether a tensor, or its base, is such a copy or has such copies."""
 
 
 def local_of(x: Tensor) -> Tensor:
@@ -180,14 +180,14 @@ def local_of(x: Tensor) -> Tensor:
 
 
 def start_of(x: Any) -> tuple[int, ...]:
-    """The place in the whole of the first element of this rank's part of a DTensor."""
+    """The position of the first element of this rank's part of a DTensor in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(map(int, compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1]))
 
 
 CLIP = "_clip_grads_with_norm_"
-"""What clip_grad_norm_ calls, by its name in torch.nn.utils.clip_grad, with the norm of all gradients."""
+"""The function that clip_grad_norm_ calls with the norm of all gradients, by its name in torch.nn.utils.clip_grad."""
 
 
 def at_end_of_backward(function: Callable[[], Any]) -> None:
@@ -199,14 +199,14 @@ def at_end_of_backward(function: Callable[[], Any]) -> None:
 
 
 def environ_data(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The dict in which os.environ keeps the variables; with `given`, os.environ uses that one from now on."""
+    """The dict in which os.environ keeps the variables; if `given`, os.environ uses that one from here on."""
     if given is not None:
         os.environ._data = given  # type: ignore[attr-defined]
     return os.environ._data  # type: ignore[attr-defined]
 
 
 def import_locks(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The locks of modules that are being imported; with `given`, Python uses those from now on. A rank that
+    """The locks of modules that are being imported; if `given`, Python uses those from here on. A rank that
     communicates while it imports a module must not keep the others from importing theirs."""
     home: Any = importlib._bootstrap  # type: ignore[attr-defined]
     if given is not None:
@@ -215,7 +215,7 @@ def import_locks(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
 
 
 def rng_tracker_home() -> Any:
-    """The module in which DTensor keeps a process's random generator; None where it was not imported."""
+    """The module in which DTensor keeps a process's random generator; None if it has not been imported."""
     return sys.modules.get("torch.distributed.tensor._random")
 
 
@@ -234,7 +234,7 @@ def put_module_hooks(hooks: dict[str, Any]) -> None:
 
 
 def note_module_hooks(hooks: dict[str, Any]) -> None:
-    """Note what is not in the tables that `hooks` holds, which are the process's now."""
+    """Note the state that is not in the tables that `hooks` holds, which are now the process's."""
     hooks[_IS_FULL] = _MODULES[_IS_FULL]
 
 
@@ -243,18 +243,18 @@ DTENSOR = "torch.distributed.tensor._api"
 
 
 def dtensor_dispatcher() -> Any:
-    """What handles DTensor's operations, with the handlers of loss_parallel; None where it was not imported."""
+    """The dispatcher of DTensor's operations, with the handlers of loss_parallel; None if not imported."""
     home = getattr(sys.modules.get(DTENSOR), "DTensor", None)
     return getattr(home, "_op_dispatcher", None)
 
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
-"""The module of torch's ring attention. Its `custom_ops` says what to do with each kernel."""
+"""The module of torch's ring attention. Its table `custom_ops` has a handler for each kernel."""
 
 
 class ContextParallel:
     """What torch's context_parallel keeps once per process: the attention that replaces `scaled_dot_product_attention`,
-    its table of replaced functions, and the options. Each of them begins as it is before the run."""
+    its table of replaced functions, and the options. Each begins with its state before the run."""
 
     def __init__(self) -> None:
         self.attention: Any = torch.nn.functional.scaled_dot_product_attention
@@ -282,7 +282,7 @@ _USE_KERNELS = [getattr(_C, f"_set_sdp_use_{name}") for name in _KERNELS]
 
 
 def attention_kernels() -> tuple[bool, ...]:
-    """Which kernels `scaled_dot_product_attention` may use. torch.backends.cuda has a function for each, one by one."""
+    """Which kernels `scaled_dot_product_attention` may use. torch.backends.cuda has a separate function for each."""
     return tuple(is_used() for is_used in _KERNELS_ARE_USED)
 
 
@@ -292,8 +292,8 @@ def put_attention_kernels(kernels: tuple[bool, ...]) -> None:
 
 
 def class_states() -> dict[tuple[Any, str], Any]:
-    """What classes keep of a process, by class and attribute, as far as they were imported: what Hugging Face's
-    accelerate knows about it, and what torch's FSDP times at the moment."""
+    """What imported classes keep of a process, by class and attribute: the state of Hugging Face's accelerate, and the
+    timings of torch's FSDP."""
     kinds = [(getattr(sys.modules.get(home), kind, None), name) for home, kind, name in _STATES]
     return {(kind, name): getattr(kind, name) for kind, name in kinds if kind is not None}
 
@@ -307,12 +307,12 @@ _STATES = [
 class PythonRandom:
     """The state of one of Python's random generators, as the bytes of its memory and `gauss_next`.
 
-    Ranks swap it at every turn, and `getstate` would make 625 numbers each time: half of the time of a turn.
+    Ranks swap it at every turn, and `getstate` would make 625 numbers each time: half the time of a turn.
     """
 
     def __init__(self, generator: Any):
         self._generator = generator
-        start = object.__basicsize__  # what every object begins with
+        start = object.__basicsize__  # the header of every object
         memory = ctypes.c_char * (_random.Random.__basicsize__ - start)
         self._memory = memory.from_address(id(generator) + start)
 
@@ -328,18 +328,18 @@ python_random = PythonRandom(random._inst)  # type: ignore[attr-defined]
 
 
 c10d_C: Any = _C._distributed_c10d
-"""What torch.distributed is made of: the base class of works, and the table of process groups by name."""
+"""The parts of torch.distributed: the base class of works, and the table of process groups by name."""
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """The backend of a process group, for sending without its wrappers, which are not made for threads."""
+    """The backend of a process group, for sending without the group's wrappers, which are not made for threads."""
     return group._get_backend(device)
 
 
 @contextmanager
 def at_once(backend: Any) -> Iterator[None]:
-    """What the backend of a process group is asked to send and to receive in this context begins together, and is over
-    when the context ends: on a GPU, for its current stream."""
+    """A context in which the sends and receives of a process group's backend begin together; they are over when it
+    ends: on a GPU, for its current stream."""
     backend._start_coalescing()
     yield
     work = backend._end_coalescing()
@@ -348,7 +348,7 @@ def at_once(backend: Any) -> Iterator[None]:
 
 
 def premul_factor(op: Any) -> Any:
-    """What this ReduceOp.PREMUL_SUM multiplies by: a number or a tensor. Only pickling it reveals this."""
+    """The factor of a ReduceOp.PREMUL_SUM: a number or a tensor. Only pickling reveals it."""
     return op.__getstate__()[1]
 
 
@@ -362,20 +362,20 @@ def group_tables() -> dict[Any, dict[int, int]]:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 sdpa_choice: Callable[..., int] = torch._fused_sdp_choice
-"""Which kernel scaled_dot_product_attention would take on the CPU for these arguments: 0 none, 1 flash attention."""
+"""The kernel that scaled_dot_product_attention would use on the CPU for these arguments: 0 none, 1 flash attention."""
 flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""q, k, v -> o and log-sum-exp: what scaled_dot_product_attention uses on the CPU, and does not return both of."""
+"""q, k, v -> o and log-sum-exp. scaled_dot_product_attention uses it on the CPU, but does not return both."""
 flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""dq, dk and dv of it, from q, k, v, o and log-sum-exp."""
+"""Its dq, dk and dv, from q, k, v, o and log-sum-exp."""
 flash_on_gpu: Any = torch.ops.aten._scaled_dot_product_flash_attention
-"""The same on GPUs; o and log-sum-exp are the first two of what it returns. Heads are a multiple of 8 wide."""
+"""The same on GPUs; o and log-sum-exp are the first two results. The width of heads is a multiple of 8."""
 
 
 def flash_on_gpu_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of it. Every sequence of the batch has the same length, so there are no lengths to give; nothing is
-    dropped, so the state of the random generator is not read."""
+    """Its dq, dk and dv. All sequences of the batch have the same length, so no lengths are given. Without dropout, the
+    random state is not read."""
     state = q.new_zeros(2, dtype=torch.int64)
     sizes = None, None, q.shape[2], k.shape[2]
     backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward

@@ -31,19 +31,19 @@ from tplab.trace.memory import Memory
 from tplab.trace.trace import Trace, with_types
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""What torchrun sets in the environment of the processes it starts."""
+"""The environment variables that torchrun sets in the processes that it starts."""
 
 
 class Result:
     """What a run returned.
 
     per_rank   what each rank returned
-    value      the results put together as out_specs said; where ranks hold copies, one of them
+    value      the results joined as out_specs says; where ranks hold copies, one of them
     trace      everything that was sent: from which rank, to which rank, how large, when
-    memory     what each rank held at every moment, by kind, where `run` was asked to count it
-    peaks      the most bytes of tensors that each rank held at once, where memory was counted
-    mapped     a sentence that says which lines of the program said cuda and got the CPU; None where none did
-    types      what each tensor is along each axis, line by line, where `run` was asked for types
+    memory     what each rank held at every moment, by kind, if `run` was asked to count it
+    peaks      the most bytes of tensors that each rank held at once, if memory was counted
+    mapped     a sentence with the lines of the program that asked for cuda and got the CPU; None if none did
+    types      what each tensor is along each axis, line by line, if `run` was asked for types
     warnings   what may hang on GPUs though it runs here: collectives that ranks issue in opposite orders
     """
 
@@ -110,42 +110,42 @@ def run(
 ) -> Result:
     """Run `fn`, the program of one rank, on every rank of `mesh`.
 
-    args        what `fn` is called with. Each rank gets memory of its own: the piece that in_specs gives it, or all.
+    args        the arguments of `fn`. Each rank gets its own memory: the piece that in_specs gives it, or everything.
                 NumPy arrays become tensors; a tensor that requires grad is a leaf that requires grad on every rank
     in_specs    one P per argument (or a structure of them, or one P for all); without it, every rank gets everything
-    out_specs   how the results make a whole, for `Result.value`. Results that should be the same on several ranks are
+    out_specs   how the results are joined, for `Result.value`. Results that should be the same on several ranks are
                 checked: ReplicationError names the ranks that differ
     on          "simulated": ranks in this process that take turns; runs in several threads run one at a time.
-                "processes": one process per rank, through torch.distributed. None: under torchrun the processes that
-                it has started are the ranks; elsewhere ranks are simulated
-    cluster     the modelled clock's figures: a tplab.cost.Cluster or its name: "h100" from data sheets, or a forecast,
-                "h100-measured". Without one, a hop takes one unit of time and computing takes none. On processes
-                everything is real, and a cluster is refused. On that of a GPU, scaled_dot_product_attention is the
-                kernel that a GPU runs. Making and cutting a model takes no time, where tplab does it (stages_of,
-                parallelize, shard_parameters): a step begins after it. Make other models outside of `fn`
-    clock       "modelled", or "measured": the ranks' own computing is timed on this machine, and messages are modelled
-                (on `cluster`, or this laptop) where they are not real. None: measured on processes, elsewhere modelled
+                "processes": one process per rank, through torch.distributed. None: under torchrun, the processes that
+                it has started are the ranks; otherwise ranks are simulated
+    cluster     the figures of the modelled clock: a tplab.cost.Cluster or its name: "h100" from data sheets, or a
+                forecast, "h100-measured". Without one, a hop takes one unit of time and computing takes none. On
+                processes everything is real, and a cluster is refused. On a GPU's cluster, scaled_dot_product_attention
+                is the kernel that a GPU runs. Where tplab makes or shards a model (stages_of, parallelize,
+                shard_parameters), that takes no time: a step begins after it. Make other models outside `fn`
+    clock       "modelled", or "measured": the ranks' own computing is timed on this machine, and messages that are not
+                real are modelled (on `cluster`, or this laptop). None: measured on processes, otherwise modelled
     seed        every rank draws from a torch generator of its own, derived from (seed, rank); the caller's is untouched
     keep_values the number of messages whose values the trace keeps (if they have at most 64 elements)
     device      where the arguments and the simulated ranks' generators are: "cuda" to share one GPU; "meta" for tensors
-                without numbers, for which the modelled clock counts what real ones of any size would cost.
-                With distributed, "cpu" maps every mention of cuda in the program to the CPU: Result.mapped says where
-    distributed whether `fn` is a program for torch.distributed: inside it is initialised, its world is the mesh, and
+                without numbers, for which the modelled clock counts what real ones of any size would cost. With
+                distributed, "cpu" maps every mention of cuda in the program to the CPU: see Result.mapped
+    distributed whether `fn` is a program for torch.distributed, which is then initialised with the mesh as its world;
                 `tplab.torch.device_mesh()` is the mesh as a DeviceMesh. Environment variables such as RANK, sys.argv,
-                and Python's and NumPy's random numbers are each rank's own, and so are modules that it imports first
+                and Python's and NumPy's random numbers are each rank's own, as are modules that it imports first
     count_memory  whether to follow each rank's tensors, for `Result.memory`: the bytes of parameters, gradients,
-                optimizer states and activations after every operation. This slows the run down, and measured times with
-                it. With device="meta" it counts what real tensors of these shapes would take, beside those that the
-                program makes on another device. Not for programs with torch.func.grad or vjp, which torch refuses
-                while what autograd saves is being watched
+                optimizer states and activations after every operation. This slows down the run, and measured times with
+                it. With device="meta" it counts what real tensors of these shapes would take, in addition to those that
+                the program makes on another device. Not for programs with torch.func.grad or vjp, which torch refuses
+                while saved tensors are followed
 
     types       whether to work out what each tensor is along each axis, for `Result.types`: replicated, invariant,
-                varying or partial (see the page "Types of tensors on ranks"). The program runs a second time then, with
-                another seed and other numbers in its arguments, so that nothing looks the same by chance. On simulated
-                ranks only; each operation takes several times as long
+                varying or partial (see the page "Types of tensors on ranks"). The program then runs a second time, with
+                another seed and other numbers in its arguments, so that nothing looks the same by chance. Only on
+                simulated ranks; each operation takes several times as long
 
     The same program with the same seed gives the same bits, events and modelled times, however often it is run.
-    All ranks share tensors that `fn` reads from its surroundings and not from its arguments. torch's default dtype and
+    All ranks share tensors that `fn` reads from its surroundings instead of its arguments. torch's default dtype and
     sys.stdout are each rank's own; Python's and NumPy's generators are not. Simulated ranks compute with as many
     threads as the caller (`torch.set_num_threads`): several are faster for large tensors, one is enough for small ones.
 
@@ -209,7 +209,7 @@ def _on_processes(mesh: Mesh, is_launched: bool) -> Callable[..., tuple[list[Any
 
 
 def launched_by_torchrun() -> bool:
-    """Whether torchrun has started this process as one of the ranks, and the caller is no simulated rank in it."""
+    """Whether torchrun has started this process as one of the ranks, and the caller is not a simulated rank in it."""
     is_simulated = current_rank_or_none() is not None or os.environ.get("TORCHELASTIC_RUN_ID") == RUN_ID
     return os.environ.keys() >= _TORCHRUNS and not is_simulated
 
@@ -221,7 +221,7 @@ def _processes(mesh: Mesh, seed: int) -> More:
 
 
 def _place(device: str | torch.device) -> torch.device:
-    """The device, with its number where it has one. Raises ValueError where torch cannot use it here."""
+    """The device, with its number if it has one. Raises ValueError if torch cannot use it here."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
@@ -230,7 +230,7 @@ def _place(device: str | torch.device) -> torch.device:
 
 
 def _is_simulated(on: str | None, is_launched: bool) -> bool:
-    """Whether ranks are simulated. Raises ValueError where the caller and the environment disagree."""
+    """Whether ranks are simulated. Raises ValueError if the caller and the environment disagree."""
     if on not in (None, "simulated", "processes"):
         raise ValueError(f"on is {on!r}; it must be 'simulated', 'processes', or None to leave it to run")
     if is_launched and on == "simulated":
@@ -242,7 +242,7 @@ def _is_simulated(on: str | None, is_launched: bool) -> bool:
 
 
 def _clock(clock: str | None, cluster: str | Cluster | None, is_simulated: bool) -> str:
-    """The clock to use. Raises ValueError for an unknown one, and for a model of what is real."""
+    """The clock to use. Raises ValueError for an unknown one, and for a modelled clock of real processes."""
     if clock not in (None, "modelled", "measured"):
         raise ValueError(f"clock is {clock!r}; it must be 'modelled', 'measured', or None to leave it to run")
     if is_simulated:

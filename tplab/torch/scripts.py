@@ -1,4 +1,4 @@
-"""Running a script that was written for torchrun, or a notebook's cell, on simulated ranks."""
+"""Runs a script that was written for torchrun, or a notebook's cell, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 def num_gpus() -> int:
-    """How many GPUs this machine has."""
+    """The number of GPUs of this machine."""
     return torch.cuda.device_count()
 
 
@@ -49,18 +49,18 @@ def launch(
 ) -> Result:
     """Run a script on simulated ranks as torchrun would on processes: `launch("train.py", ["--lr", "0.1"], ranks=8)`.
 
-    script       a file of Python, unchanged. Each rank runs it as `__main__`, imports its own copy of the modules
-                 beside it, and has RANK, WORLD_SIZE and the like, sys.argv and random numbers of its own
+    script       a Python file, unchanged. Each rank runs it as `__main__`, imports its own copy of the modules beside
+                 it, and has its own RANK, WORLD_SIZE and the like, sys.argv and random numbers
     args         the script's own arguments
-    ranks        how many ranks; or give `mesh`, whose axes then name the groups in the trace
+    ranks        the number of ranks; or give `mesh`, whose axes then name the groups in the trace
     module       whether `script` is the name of a module, as in `python -m`
     num_nodes    the number of nodes; it decides LOCAL_RANK
-    count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; this slows the run down
-    print_live   whether each line that a rank prints appears at once, also those to stderr. Otherwise what ranks print
-                 appears at the end, rank by rank
-    cluster, clock, seed, keep_values, device, types: as of `tplab.torch.run`, but for types the script runs only once.
-                 On more than 16 ranks it runs for them on the smallest mesh of the same axes, with 2 ranks along each:
-                 types depend on axes, not on their sizes. All of the result is that of the small mesh
+    count_memory whether to count the bytes of each rank's tensors, for `.peaks` of the result; this slows down the run
+    print_live   whether each line that a rank prints, also to stderr, appears at once. Otherwise ranks' output appears
+                 at the end, rank by rank
+    cluster, clock, seed, keep_values, device, types: as for `tplab.torch.run`, but the script runs only once for types.
+    For more than 16 ranks it then runs on the smallest mesh of the same axes, with 2 ranks along each: types depend on
+    axes, not on their sizes. The whole result is that of the small mesh
 
     Returns a `Result`: `.trace`, and in `.per_rank` the top-level variables of each rank's script.
     Raises RankError (a rank raised, or exited with a code other than 0), CollectiveMismatchError, DeadlockError.
@@ -81,7 +81,7 @@ def launch(
 
 
 class Script:
-    """A file of Python, or a module, that ranks run as torchrun's processes would. The parameters are `launch`'s."""
+    """A Python file or module that ranks run as torchrun's processes would. The parameters are `launch`'s."""
 
     def __init__(self, script: str | Path, args: Sequence[str] = (), *, module: bool = False):
         self._script, self._args, self._is_module = str(script), [*args], module
@@ -99,8 +99,8 @@ class Script:
         around: Around = nullcontext,
         **options: Any,
     ) -> Result:
-        """Run it on every rank of `mesh`. around: a context that each rank is in meanwhile. num_gpus: how many GPUs
-        programs find if cuda means the CPU; None: one for each rank. options: as of `run`."""
+        """Run it on every rank of `mesh`. around: makes a context for each rank's run. num_gpus: how many GPUs programs
+        find if cuda means the CPU; None: one for each rank. options: as for `run`."""
         peaks = [0] * mesh.size
 
         @contextmanager
@@ -145,7 +145,7 @@ class Script:
 
 
 _MOST_TYPED = 16
-"""Ranks that a script runs on for types."""
+"""The most ranks that a script runs on for types."""
 
 
 def _smallest(mesh: Mesh) -> Mesh:
@@ -155,7 +155,7 @@ def _smallest(mesh: Mesh) -> Mesh:
 
 def _assumed(asked: Mesh, small: Mesh) -> str:
     return (
-        f"typed on {small} in place of {asked}, assuming that the script takes all sizes from its groups of ranks, and "
+        f"typed on {small} instead of {asked}, assuming that the script takes all sizes from its groups of ranks, and "
         "that no rank is of a kind which only the larger mesh has, such as a stage in the middle of a pipeline"
     )
 
@@ -177,7 +177,7 @@ def run_cell(
     around: Around = nullcontext,
     **options: Any,
 ) -> Result:
-    """Run a notebook's cell on every rank of `mesh`; each has a copy of the notebook's `variables` to begin with."""
+    """Run a notebook's cell on every rank of `mesh`; each begins with a copy of the notebook's `variables`."""
     processes = Processes(mesh, seed, is_fresh=True, num_gpus=num_gpus)
     program = _Program("cell", code, processes, lambda: dict(variables), around)
     return run(program, mesh, on="simulated", seed=seed, distributed=processes, **options)
@@ -186,8 +186,8 @@ def run_cell(
 class _Program:
     """Code that each rank runs as its `__main__`.
 
-    names   what the module has before the code runs, made separately for each rank
-    around  what the code runs in; it may end the code without an error
+    names   the module's names before the code runs, made separately for each rank
+    around  a context for the code, which may end it without an error
     """
 
     def __init__(
@@ -220,16 +220,16 @@ def _is_result(name: str, value: Any) -> bool:
 
 
 def _mesh(ranks: int | None, mesh: Mesh | None) -> Mesh:
-    """The mesh to run on. Raises ValueError where both or neither are given."""
+    """The mesh to run on. Raises ValueError if both or neither are given."""
     if (ranks is None) == (mesh is None):
         raise ValueError("give either ranks=8 or mesh=Mesh(dp=2, tp=4)")
     return mesh if mesh is not None else Mesh(world=ranks)  # type: ignore[arg-type]
 
 
 def _per_node(size: int, num_nodes: int) -> int:
-    """How many ranks share a node. Raises ValueError where nodes would differ."""
+    """The number of ranks per node. Raises ValueError if nodes would differ."""
     if num_nodes < 1 or size % num_nodes:
-        raise ValueError(f"{num_nodes} nodes cannot share {size} ranks equally; torchrun starts as many on each")
+        raise ValueError(f"{num_nodes} nodes cannot share {size} ranks equally; torchrun starts equally many on each")
     return size // num_nodes
 
 
@@ -237,7 +237,7 @@ def _found(name: str) -> ModuleSpec:
     """The module that `python -m name` would run. Raises ModuleNotFoundError."""
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:  # a package that it would be in
+    except ModuleNotFoundError as error:  # a package that would contain it
         if not name.startswith(f"{error.name}."):
             raise
         spec = None

@@ -138,7 +138,7 @@ def _words(name: str, given: Any, num_events: int) -> Words:
 
 
 def _zeros(count: int) -> np.ndarray:
-    """So many zeros, which take no memory."""
+    """`count` zeros that take no memory."""
     return np.broadcast_to(np.zeros((), np.int32), (count,))
 
 

@@ -1,10 +1,10 @@
 """The critical path: the chain of events that decides how long a program takes.
 
-Going backwards from the event that ends last, each event is traced to what held it up. The modelled clock has noted
-that (`Event.after`), so every second of a modelled trace is explained: each event of the chain starts when the one
-before it ends or, where it waited for a link, when that is free, a latency before the message arrives.
+Going backwards from the event that ends last, each event is traced to what held it up. The modelled clock records this
+(`Event.after`), so every second of a modelled trace is explained: each event of the chain starts when the one before it
+ends or, if it waited for a link, when the link is free, a latency before the message arrives.
 
-Real processes note no such thing. What held an event up is guessed from the times:
+In a trace of real processes, what held an event up is guessed from the times:
 
     compute, send   what ended last on its own rank
     receive         its send, if that ended later than what its own rank did before
@@ -24,7 +24,7 @@ from tplab.trace.event import Event
 from tplab.trace.trace import Trace
 
 _LIKELY = ("wait", "send", "receive", "collective", "compute")
-"""Of several that end together, the last of these explains most. A wait only shows that something else was late."""
+"""Of events that end together, the last of these kinds explains most; a wait only shows that something was late."""
 
 
 def critical_path(trace: Trace) -> list[Event]:
@@ -40,14 +40,14 @@ def critical_rows(trace: Trace) -> np.ndarray:
     table, codes = trace.codes("kind")
     likely = np.array([kind != "receive" and _LIKELY.index(kind) for kind in table], np.int8)[codes]  # as its send is
     row, path = int(np.lexsort((likely, trace.column("end")))[-1]), dict[int, None]()
-    while row >= 0 and row not in path:  # events that were written by hand may go round in circles
+    while row >= 0 and row not in path:  # events written by hand may form a cycle
         path[row] = None
         row = int(after[row])
     return np.array([*path][::-1], np.intp)
 
 
 def _guessed(trace: Trace) -> list[int]:
-    """The path of a trace that does not say what held its events up, last to first."""
+    """The path of a trace without `Event.after`, last to first."""
     names, kinds = trace.codes("kind")
     kind = [names[code] for code in kinds.tolist()]
     rank, start, end, message = (trace.column(name).tolist() for name in ("rank", "start", "end", "message"))
@@ -66,7 +66,7 @@ def _guessed(trace: Trace) -> list[int]:
     seen = {-1}
 
     def before(row: int) -> int:
-        """What ended last on the rank before this event, or -1. What takes no time is in the order of the trace."""
+        """What ended last on the rank before this event, or -1. Events without duration keep the order of the trace."""
         events = on_rank[rank[row]]
         place = bisect_left(events, (start[row], len(_LIKELY) - 1, row)) - 1
         while place >= 0 and (events[place][2] in seen or events[place][2] >= row):
@@ -81,7 +81,7 @@ def _guessed(trace: Trace) -> list[int]:
     while row not in seen:
         send = send_of.get(message[row], -1) if kind[row] == "receive" and message[row] >= 0 else -1
         if send not in seen and end[send] == end[row]:
-            row = send  # the message was on its way as long
+            row = send  # it lasts as long as the receive
         path.append(row)
         seen.add(row)
         came = [member for member in members[message[row]] if start[member] <= end[row]]

@@ -35,7 +35,7 @@ class Event:
     phase           "backward": it is part of a backward pass; "forward": it is not; "": unknown
     reduction       how a collective combines the ranks' inputs: "sum", "mean", "max", ...; "": it does not
     part            (index, count): a collective has left this rank with one of `count` equal parts; (): no part
-    types           what a collective makes of the types of its tensors, "tp: P → I"; "" where `run` was not asked
+    types           what a collective makes of the types of its tensors, "tp: P → I"; "" if `run` was not asked
     after           the event that held this one up, as an index into `Trace.events`: its result was needed, or it kept
                     the rank, the link or the network card busy. Of a receive it is the send, and of a wait what is
                     waited for. -1: nothing held it up, or that is unknown, as on real processes

@@ -12,10 +12,10 @@ from tplab.trace.trace import Trace
 
 
 def kinds(trace: Trace) -> dict[str, str]:
-    """The label of each group in `trace` -> what to call it, where groups that are no axis are alike.
+    """The label of each group in `trace` -> its name, which similar groups that are not axes share.
 
-    Groups are of one kind if their ranks are equally far apart: 0,4 and 1,5 and 2,6. Those that have no other of their
-    kind are of one kind if they have as many ranks. An axis keeps its name, and so does a group that remains alone.
+    Groups are similar if their ranks are equally far apart: 0,4 and 1,5 and 2,6. Of the remaining groups, those with
+    equally many ranks are similar. An axis keeps its name, and so does a group that is similar to no other.
     """
     labels, found = _labels(trace), {}
     for shape in (_distances, len):
@@ -32,7 +32,7 @@ def kinds(trace: Trace) -> dict[str, str]:
 
 
 def kinds_apart(trace: Trace) -> dict[str, str]:
-    """The same, but groups of one kind that share a rank keep their own names."""
+    """The same, but similar groups that have a rank in common keep their own names."""
     found = kinds(trace)
     members: dict[str, list[int]] = {}
     for label, kind in found.items():
@@ -41,7 +41,7 @@ def kinds_apart(trace: Trace) -> dict[str, str]:
 
 
 def _labels(trace: Trace) -> list[str]:
-    """Those of axes as they first appear, then those of groups by their ranks: which of them is first is chance."""
+    """The labels of axes in order of appearance, then those of groups by their ranks: which appears first is chance."""
     table, codes = trace.codes("axis")
     return sorted((table[code] for code in np.unique(codes) if table[code]), key=ranks_of)
 

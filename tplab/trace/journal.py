@@ -18,7 +18,7 @@ Group = tuple[int, ...]
 class Doing(NamedTuple):
     """One thing that a rank does, such as an action of a schedule: its name, where it belongs, and whose data it uses.
 
-    takes   how long it takes on a clock that counts steps, on which computing otherwise takes no time
+    takes   its duration on a clock that counts steps, where computing otherwise takes no time
     """
 
     op: str
@@ -76,7 +76,7 @@ class Met(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What the rank computed; what for, if the program says so; and what it then held for backward passes."""
+    """A computation; the action it belongs to, if the program says; and what the rank then held for backward passes."""
 
     start: float
     end: float
@@ -85,7 +85,7 @@ class Computed(NamedTuple):
 
 
 class Added(NamedTuple):
-    """The rank has added data of its own to what it had received."""
+    """The rank added data of its own to what it had received."""
 
     op: str
     time: float
@@ -96,7 +96,7 @@ class Added(NamedTuple):
 
 
 class Journal:
-    """What one rank did, in seconds of its own clock.
+    """The record of one rank, in seconds of its own clock.
 
     A label's chunk is (origin rank) + (piece) * (number of ranks), so that every process can number its own.
     """

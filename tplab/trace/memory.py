@@ -117,13 +117,13 @@ class Memory(Sequence[RankMemory]):
 class Ledger:
     """Records what one rank holds while its program runs, and makes a `RankMemory` of it.
 
-    A row is opened for every operation, at a moment that is a time, or stands for one. A piece of memory is booked when
-    it is freed: its bytes, the row in which it began, and from which row on it was of which kind.
+    A row is opened for every operation, at a moment, which is a time or the number of one. An allocation is booked when
+    it is freed: its bytes, and its kinds with the row from which each applies.
     """
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, str, str, str]] = []
-        self._booked: list[tuple[int, int, int]] = []  # row, kind, bytes more or less from there on
+        self._booked: list[tuple[int, int, int]] = []  # row, kind, change in bytes from there on
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -132,7 +132,7 @@ class Ledger:
         self._rows.append((moment, op, where, phase))
 
     def book(self, num_bytes: int, kinds: Sequence[tuple[int, str]], end: int) -> None:
-        """Book `num_bytes` from the first of `kinds` (row, kind) up to row `end`, which no longer has them."""
+        """Book `num_bytes` from the first of `kinds` (row, kind) up to row `end`, exclusive."""
         for (start, kind), (following, _) in pairwise([*kinds, (end, "")]):
             if start < following:
                 place = KINDS.index(kind)

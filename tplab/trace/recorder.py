@@ -23,13 +23,13 @@ reduction."""
 
 
 class When(NamedTuple):
-    """When everything happened that was noted by the number of an entry in a log.
+    """The times of a log's entries, for notes whose start and end are numbers of entries.
 
     start, end   of each entry
     hops         how many hops come before each entry
     after        the entry that held up each entry, or -1
-    part_of      the entry with which the event begins that each entry is a part of; most are events of their own
-    waits        (form, entry) of what ranks have waited for, also if it took no time
+    part_of      the first entry of the event that each entry is part of; for most entries, the entry itself
+    waits        (form, entry) of each wait, including waits that took no time
     """
 
     start: np.ndarray
@@ -43,20 +43,20 @@ class When(NamedTuple):
 class Recorder:
     """Records events while a program runs, and makes a `Trace` of them at the end.
 
-    A program does the same things again and again. What their events share is given once, as a form; each event then
-    adds a note of the rest. So recording costs little while the program runs, and the notes are flat lists of numbers,
-    which the garbage collector does not have to follow.
+    A program repeats the same operations. The fields that their events share are given once, as a form, and each event
+    adds a note with the rest. So recording costs little while the program runs. Notes are flat lists of numbers, which
+    the garbage collector does not have to follow.
     """
 
     def __init__(self, mesh: Mesh, title: str = "", framework: str = ""):
         self.mesh, self.title, self.framework = mesh, title, framework
         self._forms: dict[tuple[Any, ...], int] = {}  # a message's form has a negative number: ~number of its send
-        self._rows: list[tuple[Any, ...]] = []  # one per form; that of a send is followed by that of its receive
+        self._rows: list[tuple[Any, ...]] = []  # one per form; a send's row is followed by its receive's
         self._notes: list[Any] = []  # one after the other, flat
         self._blocks: list[dict[str, np.ndarray]] = []
         self._contributors = Codes()
         self._values: dict[int, np.ndarray] = {}  # by note
-        self._parts: dict[int, tuple[int, ...]] = {}  # by note: few events have one
+        self._parts: dict[int, tuple[int, ...]] = {}  # by note
         self._takings: dict[int, tuple[str, str]] = {}  # message -> where and in which phase it was received
         self._lost: set[int] = set()  # messages that were never received
         self._chunks: dict[int, int] = {}
@@ -258,7 +258,7 @@ class Recorder:
     ) -> Trace:
         """The trace of what was recorded so far. With `times`, each start and end is the number of an entry in them.
 
-        after   for each note, in their order, the one that held it up, or -1; without it and `times`, this is unknown
+        after   for each note, in order, the note that held it up, or -1; without `after` and `times` this is unknown
         """
         blocks = [*self._blocks, self._packed()]
         if times is not None:
@@ -274,7 +274,7 @@ class Recorder:
         note_of = np.repeat(np.arange(len(form)), is_pair + 1)  # of each event
         is_receive = np.zeros(len(note_of), bool)
         is_receive[1:] = note_of[1:] == note_of[:-1]
-        if at is not None:  # each rank's own in the order of its program, then what it received
+        if at is not None:  # each rank's own events in program order, then what it received
             order = np.lexsort((at[note_of], is_receive))
             note_of, is_receive = note_of[order], is_receive[order]
         form = np.where(is_message, ~form, form)[note_of] + is_receive
@@ -338,7 +338,7 @@ class Recorder:
         return packed
 
     def _codes(self, name: str, given: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """The codes of contributors. Many notes have one tuple, which may be as long as there are ranks: so each is
+        """The codes of contributors. Many notes share one tuple, as long as the number of ranks, so each tuple is
         looked up once."""
         known = {id(one): one for one in given}
         codes = dict(zip(known, self._contributors.of(name, [*known.values()]).tolist()))
@@ -346,11 +346,11 @@ class Recorder:
 
 
 def _notes_before(at: np.ndarray, times: When) -> np.ndarray:
-    """For each note, the one that held it up, or -1; `at` is the entry with which each begins."""
+    """For each note, the note that held it up, or -1. `at` is the first entry of each note."""
     note_of = np.full(len(times.start) + 1, -1, np.int64)  # the last one is for no entry
     note_of[at] = np.arange(len(at))
     part_of, after = np.append(times.part_of, -1), np.append(times.after, -1)
     entry = part_of[after[at]]
-    while len(unseen := np.flatnonzero((entry >= 0) & (note_of[entry] < 0))):  # a moment, or what took no time
+    while len(unseen := np.flatnonzero((entry >= 0) & (note_of[entry] < 0))):  # a moment, or an event without duration
         entry[unseen] = part_of[after[entry[unseen]]]
     return note_of[entry]

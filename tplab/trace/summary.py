@@ -14,7 +14,7 @@ from tplab.units import bytes_text, plain, time_text
 
 
 def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) -> str:
-    """What you want to know first about a run, as text.
+    """The most important facts about a run, as text.
 
     peaks       the most bytes of tensors that each rank held at once, if they were counted
     num_waits   how many of the longest waits to list
@@ -37,13 +37,13 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
 def _sent(trace: Trace) -> str:
     """One line per group and operation; groups of one kind share a line."""
     names = kinds(trace)
-    calls: dict[tuple[str, str], Counter[int]] = {}  # how many each rank of these groups made
+    calls: dict[tuple[str, str], Counter[int]] = {}  # by rank
     sizes: dict[tuple[str, str], int] = {}
     for event in (*trace.select(kind="collective").events, *trace.select(kind="send").events):
         row = names.get(event.axis or "", ""), event.op
         sizes[row] = sizes.get(row, 0) + event.bytes
         made = calls.setdefault(row, Counter())
-        group = event.group if event.kind == "collective" else ranks_of(event.axis or "")  # a message's are its two
+        group = event.group if event.kind == "collective" else ranks_of(event.axis or "")  # for a message, two ranks
         made.update(dict.fromkeys(group or trace.mesh.ranks, 0))
         made[event.rank] += 1
     if not sizes:
@@ -60,7 +60,7 @@ def _sent(trace: Trace) -> str:
 
 
 def _never_received(trace: Trace, most: int = 3) -> list[str]:
-    """The messages that were sent but not received, because the run failed before: a line for each of the first."""
+    """A line for each of the first messages that were sent but not received, because the run failed before that."""
     received = set(trace.select(kind="receive").column("message").tolist())
     lost = [event for event in trace.select(kind="send").events if event.message not in received]
     lines = [

@@ -162,7 +162,7 @@ class Trace:
         return self._only(np.flatnonzero(self._rows(rank=rank, kind=kind, op=op, axis=axis)))
 
     def since(self, time: float) -> Trace:
-        """The trace of only those events that start at `time` or later: a step without what was made ready for it.
+        """The trace of only those events that start at `time` or later: a step without its set-up.
 
         time   on the clock of the trace, as the `start` of its events
         """
@@ -193,7 +193,7 @@ class Trace:
             rows &= self._words["op"].where(op)
         if axis is not None:  # also in the form an event has: "dp,tp"
             label = axis
-            if not isinstance(axis, str) or axis not in self._words["axis"].table:  # it may be no axis: "ranks 0,2"
+            if not isinstance(axis, str) or axis not in self._words["axis"].table:  # it may not be an axis: "ranks 0,2"
                 label = ",".join(self.mesh.names(tuple(axis.split(",")) if isinstance(axis, str) else axis))
             rows &= self._words["axis"].where(label)
         return rows

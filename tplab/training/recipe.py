@@ -22,7 +22,7 @@ AXES = ("dp", "pp", "ep", "cp", "tp")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `train` does. The same recipe gives the same losses on every mesh, up to rounding.
+    """The settings of `train`. The same recipe gives the same losses on every mesh, up to rounding.
 
     steps, batch_size      how many updates; sequences in each, over all data-parallel ranks together
     microbatches           how many parts each pipeline cuts its share of the batch into
@@ -112,7 +112,7 @@ class Recipe:
             share(experts.routing.experts, mesh.axis_size("ep"), "experts is", axis="ep")
 
     def tokens_on(self, mesh: Mesh, length: int) -> TokenLayout:
-        """Which tokens of a sequence each context-parallel rank has. Raises ShapeError where they cannot share it."""
+        """Which tokens of a sequence each context-parallel rank has. Raises ShapeError if they cannot share it."""
         axis = context_axis(mesh)
         if axis is None:
             return TokenLayout("contiguous", length, 1)
@@ -128,8 +128,8 @@ class Recipe:
         return self.microbatches if self.zero == 2 else 1
 
     def whole_loads(self, mesh: Mesh) -> int:
-        """What makes whole numbers of the gradients of routers' biases: these are means, over microbatches and ranks,
-        of how many more choices than the mean fell on an expert. Otherwise a rounding would have a sign."""
+        """The factor that turns the gradients of routers' biases into whole numbers, so that no rounding error has a
+        sign. They are means, over microbatches and ranks, of an expert's choices in excess of the mean."""
         return self.microbatches * mesh.size
 
     def evaluates(self, step: int) -> bool:
@@ -147,13 +147,13 @@ def context_axis(mesh: Mesh) -> str | None:
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes whose ranks compute other tokens, equally many, and hold the same parameters, except the experts along
-    ep: losses and gradients are averaged over them, and ZeRO divides what is kept among those that have copies."""
+    """The axes whose ranks compute equally many different tokens with the same parameters, except experts along ep.
+    Losses and gradients are averaged over them, and ZeRO divides states among the ranks that have copies."""
     return tuple(name for name in ("dp", "ep", "cp") if name in mesh.axis_names)
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes whose ranks have other sequences: each has its share of the batch."""
+    """The axes whose ranks have different sequences, each its share of the batch."""
     return tuple(name for name in data_axes(mesh) if name != "cp")
 
 

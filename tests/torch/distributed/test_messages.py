@@ -228,5 +228,5 @@ def receives(op: str) -> None:
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "recv"])
 def test_what_arrives_has_the_dtype_of_the_tensor_for_it(op: str):
     """gloo and nccl refuse it; before, it was rounded."""
-    with pytest.raises(RankError, match=r"what arrives is torch.float32, and the tensor for it torch.int32; give both"):
+    with pytest.raises(RankError, match=r"the result is torch.float32, and the tensor for it is torch.int32"):
         on(2, lambda: receives(op))

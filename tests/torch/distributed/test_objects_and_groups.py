@@ -129,7 +129,7 @@ def test_groups_of_the_same_ranks_do_not_meet_each_other():
             work.wait()
         return [x.tolist(), y.tolist()]
 
-    with pytest.warns(CrossedOrderWarning, match=r"rank \d the one, then the other; rank \d the other way"):
+    with pytest.warns(CrossedOrderWarning, match=r"rank \d in this order, rank \d in the other"):
         assert on(3, program).per_rank == [[[3, 3], [2, 2, 2]]] * 3
 
 

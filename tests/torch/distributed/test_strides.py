@@ -80,7 +80,7 @@ def all_to_all_single(given: Make, output: Make) -> Any:
     return y
 
 
-WARNS = pytest.warns(UserWarning, match="are not in the order of memory.*gloo takes them as they are there")
+WARNS = pytest.warns(UserWarning, match="are not in the order of memory.*gloo uses the order of memory")
 SEEN = [
     (all_reduce, transposed, dense, nullcontext(), [100, 104, 108, 102, 106, 110]),
     (all_reduce, wide, dense, WARNS, [100, 102, 104, 103, 104, 105]),

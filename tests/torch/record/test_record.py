@@ -182,7 +182,7 @@ def test_a_module_is_recorded_wherever_it_is_called(tmp_path: Path):
 
 def test_a_recording_has_to_begin_before_torch_distributed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recording = start(tmp_path)
-    with pytest.raises(RuntimeError, match="being recorded already"):
+    with pytest.raises(RuntimeError, match="already being recorded"):
         start(tmp_path)
     recording.stop()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -1,6 +1,6 @@
-"""What others have measured on real GPUs: one table per file, each with its source, and the constants fitted to them.
+"""Published measurements on real GPUs: one table per file, each with its source, and the constants fitted to them.
 
-These rows are what the forecasts are fitted to, by `benchmarks.fit` in the repository, and what is shown beside them.
+Forecasts are fitted to these rows, by `benchmarks.fit` in the repository, and compared with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MULTIPROCESSORS = {"h100": (132, 50e6), "a100": (108, 40e6), "b200": (148, 126e6
 
 
 class Collective(NamedTuple):
-    """One collective of NCCL in a node of `gpu`s. bytes: the whole tensor; of an all_to_all, what each GPU has."""
+    """One collective of NCCL in a node of `gpu`s. bytes: the whole tensor; for an all_to_all, the input of each GPU."""
 
     gpu: str
     op: str
@@ -36,7 +36,7 @@ class Collective(NamedTuple):
 
 
 class Network(NamedTuple):
-    """One collective of 256 MB over `nodes` nodes of 8 GPUs. low and high: the band around it that the source draws."""
+    """One collective of 256 MB over `nodes` nodes of 8 GPUs. low and high: the band that the source draws around it."""
 
     op: str
     nodes: int
@@ -55,7 +55,7 @@ class Network(NamedTuple):
 
 
 class Between(NamedTuple):
-    """One collective over `nodes` nodes of 8 H100s that a fabric joins. bytes: as in `Collective`."""
+    """One collective over `nodes` nodes of 8 H100s, connected by a fabric. bytes: as in `Collective`."""
 
     fabric: str
     op: str
@@ -70,7 +70,7 @@ class RingAttention(NamedTuple):
     api       "batch": one sequence of 65,536 tokens; "varlen": packed documents
     passes    "fwd" or "fwd+bwd"
     variant   "ring", "zigzag", "stripe"; "llama3_allgather", which gathers keys and values
-    seconds   of one iteration; ideal: as many FLOPs of flash attention on one GPU each, and nothing sent
+    seconds   of one iteration; ideal: with the same FLOPs of flash attention on each GPU, and nothing sent
     """
 
     api: str
@@ -95,7 +95,7 @@ def collectives() -> tuple[Collective, ...]:
 
 
 def collective_times(gpu: str, op: str, gpus: int) -> list[tuple[float, float]]:
-    """(bytes of the whole tensor, seconds) of NCCL's `op` over so many `gpu`s of a node."""
+    """(bytes of the whole tensor, seconds) of NCCL's `op` over this many `gpu`s of a node."""
     return [(row.bytes, row.seconds) for row in collectives() if row[:3] == (gpu, op, gpus)]
 
 
@@ -108,7 +108,7 @@ def network() -> tuple[Network, ...]:
 
 @cache
 def between() -> tuple[Between, ...]:
-    """All collectives between nodes, of every fabric that `tplab.cost.find` knows and that was measured."""
+    """All collectives between nodes, for every measured fabric that `tplab.cost.find` knows."""
     playbook = [
         Between("playbook", row.op, row.nodes, NETWORK_BYTES, row.seconds) for row in network() if row.nodes > 1
     ]
@@ -127,8 +127,8 @@ def ring_attention() -> tuple[RingAttention, ...]:
 
 
 def source(name: str, part: str = "") -> str:
-    """Where a table comes from: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each
-    of which has a source of its own."""
+    """The source of a table: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each of
+    which has its own source."""
     return source_of(HERE / f"{name}.csv", part)
 
 
@@ -137,7 +137,7 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 
 def source_of(table: Path, part: str = "") -> str:
-    """What a table's first lines say: where it comes from, or a part of it."""
+    """The source of a table, or of a part of it, from its first lines."""
     first = f"# source of {part}: " if part else "# source: "
     lines = table.read_text(encoding="utf-8").splitlines()
     return next(line.removeprefix(first) for line in lines if line.startswith(first))
@@ -154,13 +154,13 @@ def read(table: Path) -> list[dict[str, str]]:
 
 @cache
 def constants() -> dict[str, Any]:
-    """What `python -m benchmarks.fit.chips --write` and `...fabrics --write` have written."""
+    """The constants written by `python -m benchmarks.fit.chips --write` and `...fabrics --write`."""
     return json.loads(CONSTANTS.read_text(encoding="utf-8"))
 
 
 @cache
 def fitted(gpu: str) -> Fitted:
-    """What is known of nodes of "a100", "h100" or "b200"."""
+    """The constants fitted to nodes of "a100", "h100" or "b200"."""
     found = constants()
     nccl = Nccl(**found["nccl"][gpu], ratios=Ratios(**found["ratios"]))
     errors = {name: Error(*of[gpu]) for name, of in found["errors"].items() if gpu in of}
@@ -169,14 +169,14 @@ def fitted(gpu: str) -> Fitted:
 
 @cache
 def fabrics() -> dict[str, Fabric]:
-    """The networks between nodes that were measured, by their key: what `benchmarks.fit.fabrics` has written."""
+    """The measured networks between nodes, by key, as written by `benchmarks.fit.fabrics`."""
     found = json.loads(FABRICS.read_text(encoding="utf-8"))
     return {key: Fabric(**of | {"error": Error(*of["error"]) if of["error"] else None}) for key, of in found.items()}
 
 
 @cache
 def kernels(gpu: str) -> Kernels:
-    """What a chip reaches."""
+    """The measured kernels of a chip."""
     return kernels_of(gpu, constants())
 
 

@@ -1,4 +1,4 @@
-"""Your own cluster: constants fitted to what you measured on it, kept in a file that `find` accepts for a name."""
+"""Your own cluster: constants fitted to your measurements, in a file that `find` accepts in place of a name."""
 
 from tplab.cost.own.file import load, save
 from tplab.cost.own.fit import Row, fit_cluster

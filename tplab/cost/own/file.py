@@ -26,7 +26,7 @@ def save(cluster: Cluster, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Cluster:
-    """The cluster that `save` has written. Raises ClusterError where the file is not one."""
+    """Read a cluster that `save` wrote. Raises ClusterError if the file is anything else."""
     file = Path(path)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""Constants of your own cluster, fitted to what was measured on it, and how far off they are.
+"""Constants of your own cluster, fitted to measurements on it, and the errors of their predictions.
 
-What is fitted are logarithms of constants to logarithms of times. An error is that of rows that were left out of the
+The fit is of logarithms of constants to logarithms of times. Errors are cross-validated: those of rows left out of the
 fit, a third of them at a time.
 """
 
@@ -25,21 +25,21 @@ OPS = (*MEASURED, "hop", "matmul", "copy")
 PLAIN = Ratios(
     ll128=1.0, ll=1.0, copy=0.0, start=1.0, peer_hop=1.0, peer_ll=1.0, peer_large=0.0, peer=1.0, peer_ramp=1.0
 )
-"""One protocol for all sizes: as gloo sends, or NCCL where few sizes were measured."""
+"""One protocol for all sizes: for gloo, or for NCCL if few sizes were measured."""
 _SWITCHES = [2.0**20 * size for size in (0.5, 1.1, 2.2, 4.5, 9.0)]
 _MANY = 24
-"""From so many rows of one node on, NCCL's protocols can be told apart."""
+"""The number of rows of one node from which NCCL's protocols can be told apart."""
 _FEW = 4
-"""Constants that so many rows determine."""
+"""The number of constants of a fit, and so the fewest rows that determine them."""
 
 
 class Row(NamedTuple):
     """One measurement.
 
-    op        one of NCCL's collectives that are measured; "hop", a message from one rank to the next; "matmul"; "copy",
-              from a chip's memory to its memory
+    op        one of NCCL's measured collectives; "hop", a message from one rank to the next; "matmul"; "copy", within
+              a chip's memory
     ranks     how many took part, in how many `nodes`
-    bytes     the whole tensor; of an all_to_all, what each rank has; of a copy, what is read and written; of a matmul,
+    bytes     of the whole tensor; for an all_to_all, of each rank's input; for a copy, read and written; for a matmul,
               its FLOPs
     dtype     of a matmul
     """
@@ -53,19 +53,19 @@ class Row(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A cluster that was fitted, and what it says of each row: seconds, beside those measured."""
+    """A fitted cluster, and the seconds that it predicts for each row."""
 
     cluster: Cluster
     predicted: tuple[float, ...]
 
 
 def fit_cluster(name: str, rows: Sequence[Row], base: Cluster, source: str) -> Own:
-    """The cluster whose constants come nearest to the rows.
+    """The cluster whose constants fit the rows best.
 
-    base     what counts where nothing was measured: its chip, the link within a node, the data sheet of its network
-             cards. If it is a measured one, collectives have NCCL's protocols; on a data sheet they have one, as gloo's
+    base     supplies what was not measured: the chip, the link within a node, the data sheet of the network cards. If
+             it is a measured cluster, collectives have NCCL's protocols; from a data sheet they have one, as with gloo
     source   who measured it, on what, when
-    Raises ClusterError where rows are too few, or disagree so much that no constants come near.
+    Raises ClusterError if there are too few rows, or if they disagree so much that no constants fit.
     """
     for row in rows:
         if row.op not in OPS or not 0 < row.seconds < np.inf or not row.bytes >= 0:
@@ -103,7 +103,7 @@ def fit_cluster(name: str, rows: Sequence[Row], base: Cluster, source: str) -> O
 
 
 def predicted(cluster: Cluster, row: Row) -> float:
-    """Seconds that a cluster says a row takes."""
+    """The seconds that a cluster predicts for a row."""
     if row.op in ("matmul", "copy"):
         return _chip_seconds(cluster.chip, row)
     size = cluster.node_size or row.ranks
@@ -120,7 +120,7 @@ def predicted(cluster: Cluster, row: Row) -> float:
 def _held_out(
     rows: Sequence[Row], fit: Callable[[Sequence[Row]], T], seconds: Callable[[T, Row], float]
 ) -> tuple[T, Error]:
-    """What all rows give, and how far off that is on rows left out: a third at a time, or each if they are few."""
+    """The fit to all rows, and its cross-validated error: a third of the rows left out at a time, or one if few."""
     parts = 3 if len(rows) >= 3 * _FEW else len(rows)
     off = list[float]()
     for part in range(parts):
@@ -150,12 +150,12 @@ def _taken(nccl: Nccl, row: Row) -> float:
 
 
 def _one(peers: float = 1.0, **of: float) -> Nccl:
-    """With one protocol for all sizes; a byte for another rank alone takes `peers` times as long."""
+    """One protocol for all sizes; a byte of an all_to_all takes `peers` times as long."""
     return Nccl(**of, middle=0.0, wait=0.0, switch=0.0, in_switch=0.0, peer_copy=0.0, ratios=PLAIN._replace(peer=peers))
 
 
 def _nccl(rows: Sequence[Row], ratios: Ratios | None) -> Nccl:
-    """Collectives of one node: with NCCL's protocols where there are enough rows to tell them apart, and with one."""
+    """Collectives of one node: with NCCL's protocols if there are enough rows to tell them apart, else with one."""
     quick, most = min(row.seconds for row in rows), max(row.bytes / row.seconds for row in rows)
     begin = {"start": quick / 2, "hop": quick / 8, "ramp": 1e-9, "bandwidth": most}
     if ratios is None or len(rows) < _MANY:
@@ -186,7 +186,7 @@ def _between(cluster: Cluster) -> Callable[[Fabric, Row], float]:
 
 
 def _fabric(cluster: Cluster, rows: Sequence[Row], source: str) -> Fabric:
-    """The network: `near` is taken for `hop`, as nothing tells them apart where nodes have one size."""
+    """The network. `near` is set to `hop`, because rows with one size of node cannot tell them apart."""
     rings, peers = ([row for row in rows if (row.op == "all_to_all") == flag] for flag in (False, True))
     assert cluster.outer_link is not None
     card, quick = cluster.outer_link.bandwidth, min(row.seconds for row in rows)
@@ -228,7 +228,7 @@ def _chip_seconds(chip: Chip, row: Row) -> float:
 
 
 def _chip(chip: Chip, rows: Sequence[Row], source: str) -> Chip:
-    """The chip with the rates that matmuls reach, and what starting one takes."""
+    """The chip with the rates that matmuls reach, and the time to launch one."""
     dtypes = sorted({row.dtype for row in rows})
     begin = {"launch": min(row.seconds for row in rows) / 2}
     begin |= {dtype: max(row.bytes / row.seconds for row in rows if row.dtype == dtype) for dtype in dtypes}
@@ -249,9 +249,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 def least(
     residuals: Callable[[Array], Array], begin: Array, scale: float, steps: int = 40, shares: Sequence[int] = ()
 ) -> tuple[float, Array]:
-    """Levenberg and Marquardt's method, on a loss of 2 (sqrt(1 + (r/scale)^2) - 1). Returns the loss and where it is.
+    """The Levenberg-Marquardt method with the loss 2 (sqrt(1 + (r/scale)^2) - 1). Returns the loss and its minimum.
 
-    No parameter, which is a logarithm, moves by more than 6; those of `shares` stay at 1 or below.
+    Parameters are logarithms. None moves by more than 6; those in `shares` stay at 1 or below.
     """
     theta, damping = begin.copy(), 1e-2
     most = begin + 6

@@ -4,9 +4,9 @@
     #      size      count   type  redop  root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
        33554432    8388608  float    sum    -1    231.1  145.19  254.08      0    229.9  145.95  255.41      0
 
-The first time, out of place, is taken. The lines "# Rank" say how many ranks there were, and in how many nodes.
-Which collective it was, older versions do not print. Then the file's name says it (`all_gather.txt`), or redop, which
-only sums have, and busbw / algbw: 2(R-1)/R for an all_reduce, (R-1)/R for a reduce_scatter.
+The first time, out of place, is used. The lines "# Rank" give the number of ranks and of nodes.
+Older versions do not print the name of the collective. It is then taken from the file's name (`all_gather.txt`), or
+from redop, which only sums have, and busbw / algbw: 2(R-1)/R for an all_reduce, (R-1)/R for a reduce_scatter.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _NAMES = {
 }
 _TITLE = re.compile(rf"\b({'|'.join(_NAMES)})(?:_perf)?\b", re.IGNORECASE)
 _ROUNDED = 0.03
-"""Bandwidths have two digits after the point, so that small ones say little."""
+"""The tolerance for comparing bandwidths: they are printed with two decimals, so small ones are imprecise."""
 _DROP = 0.7
-"""More bytes that take less than this part of the time of fewer bytes: noise, and not a jump between protocols."""
+"""If more bytes take less than this fraction of the time of fewer bytes, it is noise and not a switch of protocols."""
 
 
 class Table(NamedTuple):
-    """What one table says: its rows, and the chip that ran it."""
+    """The contents of one table: its rows, and the chip that ran it."""
 
     rows: tuple[Row, ...]
     chip: str
 
 
 def read_tables(paths: Iterable[str | Path]) -> list[Table]:
-    """One Table per file. Raises ClusterError with the file and its line where one is noisy or impossible."""
+    """One Table per file. Raises ClusterError with the file and line of a noisy or impossible row."""
     return [_read(Path(path)) for path in paths]
 
 
@@ -114,7 +114,7 @@ def _op_in(text: str) -> str:
 
 
 def _guessed(file: Path, table: Sequence[tuple[int, Sequence[str]]], R: int) -> str:
-    """The collective of a table that does not name it, from its largest row; "" if that does not tell."""
+    """The collective of a table that does not name it, inferred from its largest row; "" if that is ambiguous."""
     number, cells = max(table, key=lambda row: int(row[1][0]))
     try:
         ratio = float(cells[7]) / float(cells[6])

@@ -1,4 +1,4 @@
-"""Training steps that others have measured on real GPUs, each with its source, and the constants fitted to them.
+"""Published measurements of training steps on real GPUs, each with its source, and the constants fitted to them.
 
 `python -m benchmarks.fit.steps` in the repository fits them; docs/forecast.md shows every table beside the forecasts.
 """
@@ -24,18 +24,18 @@ HERE = Path(__file__).parent
 ON_B200: Mapping[tuple[int, int, int], tuple[float, ...]] = MappingProxyType(
     {(1, 2, 4): (66.552, 62.968), (2, 1, 4): (60.68,), (4, 1, 2): (39.07,), (8, 1, 1): (28.29,)}
 )
-"""(tp, pp, dp) -> GiB allocated at most on each stage: Megatron with ZeRO 1, 12 layers of Llama 3 70B on 8 B200s, 8
+"""(tp, pp, dp) -> peak GiB allocated on each stage: Megatron with ZeRO 1, 12 layers of Llama 3 70B on 8 B200s, 8
 microbatches of one sequence of 4096 in bfloat16 (MooreThreads/SimuMax, commit 4dcaae5, Apache-2.0)."""
 
 
 class Run(NamedTuple):
     """A step of `batch` sequences that took `seconds`.
 
-    source      where it was published: "playbook", or a name in runs.csv, whose first lines explain it
-    cluster     its name, and `fabric` that of its network, where that is not the cluster's own: `on` is both
-    memory      GB per GPU, where that was published
-    is_fitted   whether constants may be fitted to it: not where the forecast is known not to hold, and not to rows that
-                are only there to be forecast
+    source      where it was published: "playbook", or a name that the first lines of runs.csv explain
+    cluster     its name; `fabric` is the name of the network if it is not the cluster's own; `on` combines both
+    memory      GB per GPU, if published
+    is_fitted   whether constants may be fitted to it: not if the forecast is known not to hold, and not if the row is
+                only there to be forecast
     """
 
     source: str
@@ -52,12 +52,12 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of each GPU, in a step."""
+        """Tokens of each GPU in a step."""
         return self.batch * self.sequence // self.plan.ranks
 
     @property
     def tokens_per_second(self) -> float:
-        """Of each GPU."""
+        """Tokens per second of each GPU."""
         return self.tokens / self.seconds
 
     @property
@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
 @cache
 def playbook() -> tuple[Run, ...]:
-    """nanotron on 8 to 512 H100s. Those with a pipeline are not fitted: its engine was later replaced."""
+    """nanotron on 8 to 512 H100s. Runs with a pipeline are not fitted, because the engine was later replaced."""
     batch, sequence, found = 256, 4096, list[Run]()
     for row in _rows("playbook.csv"):
         number: dict[str, Any] = {name: int(row[name]) for name in ("dp", "tp", "pp", "microbatch", "zero")}
@@ -124,9 +124,9 @@ def foundry() -> tuple[Run, ...]:
 
 
 def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[Run, Run]]:
-    """Runs of the playbook with tp `few` and `many`, and dp to match: the same model, GPUs, microbatch and ZeRO.
+    """Pairs of runs of the playbook with tp `few` and `many`, and the same model, GPUs, microbatch and ZeRO stage.
 
-    ranks   GPUs at most: at 512, single runs took up to six times as long as others like them
+    ranks   the most GPUs: at 512, single runs took up to six times as long as similar ones
     """
     known = {(run.model, run.plan): run for run in playbook()}
     chosen = [run for run in playbook() if (run.plan.tp, run.plan.pp, run.plan.microbatch) == (many, 1, microbatch)]
@@ -139,7 +139,7 @@ def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[
 
 
 def sources(name: str) -> list[str]:
-    """The lines at the top of a table, which say where it comes from: "playbook", "runs" or "llmfoundry"."""
+    """The lines at the top of a table, which give its source: "playbook", "runs" or "llmfoundry"."""
     lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("#")]
 

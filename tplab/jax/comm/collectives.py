@@ -1,12 +1,12 @@
 """Collectives over an axis of the mesh: what ranks send each other.
 
 They are XLA's own, and can be used in any `jax.shard_map`. `start(op, x, ...)` begins one and returns a handle, as in
-torch. Here the compiler, not the program, decides what overlaps, and it only considers which result needs which.
+torch. But the compiler, not the program, decides what overlaps, and it only considers data dependencies.
 
-All are differentiable, by JAX's convention for `shard_map`. What `all_reduce` and `broadcast` return is *replicated*:
-every rank holds the same array and, in the backward pass, the same gradient of it. What the others return is *varying*:
-each rank's gradient is what its own use of the array contributed, and contributions are added. JAX tracks this in its
-types, and so knows which results `out_specs` may call the same on every rank.
+All are differentiable, by JAX's convention for `shard_map`. The results of `all_reduce` and `broadcast` are
+*replicated*: every rank holds the same array and, in the backward pass, the same gradient of it. The other results are
+*varying*: each rank's gradient is the contribution of its own use of the array, and contributions are added. JAX tracks
+this in its types, and so knows which results `out_specs` may declare the same on every rank.
 
     op              y on the rank at index i                 backward: dx on the rank at index i
     all_reduce      sum_j x_j                                dy                          (mean: dy / R)
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.comm import check_pairs, check_reduction, dim_of, pairs_of, root_of, whole_number
+from tplab.comm import check_pairs, check_reduction, dim_of, pairs_of, position_of, whole_number
 from tplab.jax.comm.derivatives import Differentiable
 from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
 
 
 def axis_index(axis: Axis) -> Array:
-    """The position of this rank along `axis`, from 0: an array that is known only when the program runs."""
+    """The position of this rank along `axis`, from 0, as an array whose value is known only at run time."""
     return lax.axis_index(_place(axis).names)
 
 
@@ -82,7 +82,7 @@ def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handl
     `op` is any collective of this module. XLA overlaps it with whatever does not need its result, whether or not that
     is between the two lines.
     """
-    if begin := getattr(op, "begin", None):  # of several messages
+    if begin := getattr(op, "begin", None):  # it sends several messages
         return begin(x, *args, **kwargs)
     if op not in _COLLECTIVES:
         raise TypeError(f"start needs a collective, as in start(ring_shift, x, 'tp'), not {op!r}")
@@ -126,7 +126,7 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum") -> Array:
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i
     ring      each rank sends (R-1)/R of x, in R-1 hops
     backward  dx = all_gather(dy)   (mean: / R; max, min: to the ranks that hold the extreme)
-    Raises ShapeError where R does not divide the dim; TypeError as all_reduce does.
+    Raises ShapeError if R does not divide the dim; TypeError as all_reduce does.
     """
     place, x = _place(axis), _array("reduce_scatter", x)
     dim = dim_of(x.shape, dim, "reduce_scatter")
@@ -150,7 +150,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> A
     x [.., R n, .., m, ..]   ->   y [.., n, .., R m, ..]
     cost      each rank sends (R-1)/R of x
     backward  dx = all_to_all(dy), dims exchanged
-    Raises ShapeError where R does not divide `split_dim`.
+    Raises ShapeError if R does not divide `split_dim`.
     """
     place, x = _place(axis), _array("all_to_all", x)
     split_dim, concat_dim = dim_of(x.shape, split_dim, "all_to_all"), dim_of(x.shape, concat_dim, "all_to_all")
@@ -159,14 +159,14 @@ def all_to_all(x: Any, axis: Axis, split_dim: int = 0, concat_dim: int = 0) -> A
 
 
 def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
-    """Give every rank of `axis` what the one at index `root` holds; the others' x only gives the shape.
+    """Give every rank of `axis` the x of the rank at index `root`; the others' x only gives the shape.
 
     x [...]   ->   y [...] = x of the root
-    cost      that of all_reduce: JAX has no broadcast, so zeros are added to what the root holds
+    cost      that of all_reduce: JAX has no broadcast, so zeros are added to the root's x
     backward  dx = dy on the root, zeros elsewhere
     """
     place, x = _place(axis), _array("broadcast", x)
-    root = root_of("broadcast", root, place.num_ranks, place.label)
+    root = position_of("broadcast", root, place.num_ranks, place.label)
     kept = _on_root(x, place, root)
     with _named(root, "broadcast"):
         return lax.psum(kept, place.names).astype(x.dtype)
@@ -176,16 +176,16 @@ def reduce(x: Any, axis: Axis, root: int = 0, op: str = "sum") -> Array:
     """Combine what every rank of `axis` holds, as `all_reduce` does, for the one at index `root`.
 
     x [...]   ->   y [...] on the root, zeros elsewhere
-    cost      that of all_reduce: JAX has no reduce, so the others get the result, too, and leave it
+    cost      that of all_reduce: JAX has no reduce, so the others receive the result too, and discard it
     backward  dx = broadcast(dy)   (mean: / R; max, min: to the ranks that hold the extreme, shared between equals)
-    Raises MeshError where the axis has no such position; TypeError as all_reduce does.
+    Raises MeshError if the axis has no such position; TypeError as all_reduce does.
     """
     place, x = _place(axis), _array("reduce", x)
-    root, op = root_of("reduce", root, place.num_ranks, place.label), _reduction("reduce", x, op)
+    root, op = position_of("reduce", root, place.num_ranks, place.label), _reduction("reduce", x, op)
     x = vary(x, place.names)
     with _named(root, "reduce"):
         total = all_reduce(x, axis, op)
-    with _named(root, "broadcast"):  # which is what the backward pass of this is
+    with _named(root, "broadcast"):  # the backward pass of reduce
         total = vary(total, place.names)
     return _on_root(total, place, root)
 
@@ -194,27 +194,27 @@ def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
     """Concatenate what every rank of `axis` holds along `dim`, for the one at index `root`.
 
     x [.., n, ..]   ->   y [.., R n, ..] on the root, zeros elsewhere
-    cost      that of all_gather: JAX has no gather, so the others get the pieces, too, and leave them
+    cost      that of all_gather: JAX has no gather, so the others receive the pieces too, and discard them
     backward  dx = scatter(dy)
-    Raises MeshError where the axis has no such position.
+    Raises MeshError if the axis has no such position.
     """
     place, x = _place(axis), _array("gather", x)
-    root, dim = root_of("gather", root, place.num_ranks, place.label), dim_of(x.shape, dim, "gather")
+    root, dim = position_of("gather", root, place.num_ranks, place.label), dim_of(x.shape, dim, "gather")
     with _named(root, "gather", "scatter"):
         whole = all_gather(x, axis, dim)
     return _on_root(whole, place, root)
 
 
 def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
-    """Cut what the rank at index `root` holds into one piece per rank of `axis`; the others' x only gives the shape.
+    """Cut the x of the rank at index `root` into one piece per rank of `axis`; the others' x only gives the shape.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i of the root's x on the rank at index i
-    cost      that of reduce_scatter: JAX has no scatter, so zeros are added to what the root holds
+    cost      that of reduce_scatter: JAX has no scatter, so zeros are added to the root's x
     backward  dx = gather(dy): on the root, zeros elsewhere
-    Raises MeshError where the axis has no such position, ShapeError where R does not divide the dim.
+    Raises MeshError if the axis has no such position, ShapeError if R does not divide the dim.
     """
     place, x = _place(axis), _array("scatter", x)
-    root, dim = root_of("scatter", root, place.num_ranks, place.label), dim_of(x.shape, dim, "scatter")
+    root, dim = position_of("scatter", root, place.num_ranks, place.label), dim_of(x.shape, dim, "scatter")
     _check_divides("scatter", x, dim, place)
     kept = _on_root(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x, place, root)
     with _named(root, "scatter", "gather"):
@@ -222,9 +222,9 @@ def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
 
 
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
-    """Send x along pairs (from index, to index) of `axis`; a rank that is sent nothing gets zeros.
+    """Send x along pairs (from index, to index) of `axis`; a rank to which nothing is sent gets zeros.
 
-    x [...]   ->   y [...]: what the sender holds
+    x [...]   ->   y [...]: the sender's x
     backward  dx = ppermute(dy), pairs reversed
     Raises MeshError if a position is not on the axis, sends twice or receives twice.
     """
@@ -235,9 +235,9 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Array:
 
 
 def ring_shift(x: Any, axis: Axis, shift: int = 1) -> Array:
-    """Pass x on around the ring of `axis`: what index i holds goes to index i + shift.
+    """Pass x on around the ring of `axis`: the x of index i goes to index i + shift.
 
-    x [...]   ->   y [...]: what index i - shift holds
+    x [...]   ->   y [...]: the x of index i - shift
     cost      x is sent once by each rank, in one hop
     backward  dx = ring_shift(dy, -shift)
     """
@@ -252,17 +252,17 @@ def ring_shift(x: Any, axis: Axis, shift: int = 1) -> Array:
 def barrier(axis: Axis | None = None) -> None:
     """Wait until every rank of `axis` (of the whole mesh, if None) has arrived.
 
-    In a compiled program there is nothing to wait for: an operation runs once what it needs is ready, and no rank can
-    tell how far another one has got. So nothing is sent; only the axis is checked.
+    In a compiled program there is nothing to wait for: an operation runs once its operands are ready, and no rank can
+    tell how far another one has come. So nothing is sent; only the axis is checked.
     """
     _place(this_mesh().axis_names if axis is None else axis)
 
 
 def _extreme(x: Array, axes: tuple[str, ...], op: str) -> Array:
-    """The extreme of all ranks; NaN where a rank has NaN.
+    """The extreme over all ranks; NaN where a rank has NaN.
 
-    XLA's own loses NaN on some devices. So numbers travel as integers of the same size in the same order: those of the
-    sign and the bits, with the bits turned over where the sign is negative. NaN lies beyond all others.
+    XLA's own extreme loses NaN on some devices. So numbers are sent as integers of the same size in the same order:
+    their bits, with all bits but the sign inverted if it is negative. NaN is beyond all numbers.
     """
     pick = lax.pmax if op == "max" else lax.pmin
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -282,9 +282,9 @@ def _as_type(x: Array, dtype: Any) -> Array:
 
 
 def _extreme_tangent(x: Array, y: Array, dx: Array, axes: tuple[str, ...], op: str) -> Array:
-    """The derivative of the ranks that hold the extreme, in equal shares; NaN where the extreme is NaN."""
-    holds = jnp.where(jnp.isnan(y), y, (x == y).astype(y.dtype))  # left to 0 / 0, XLA makes 0 of it
-    with jax.named_scope("tplab.all_reduce"):  # also for a reduce: each rank needs to know how many hold it
+    """The tangent: that of the ranks that hold the extreme, in equal shares; NaN where the extreme is NaN."""
+    holds = jnp.where(jnp.isnan(y), y, (x == y).astype(y.dtype))  # XLA would turn 0 / 0 into 0
+    with jax.named_scope("tplab.all_reduce"):  # also for a reduce, because each rank needs to know how many hold it
         return lax.psum(holds * dx, axes) / lax.psum(holds, axes)
 
 
@@ -306,7 +306,7 @@ def _place(axis: Axis) -> _Place:
 
 
 def _named(root: int, *names: str) -> Any:
-    """What is done in this context has one of these names in the trace, which reads the root, too."""
+    """A context that gives collectives one of these names, and the root, in the trace."""
     return jax.named_scope("".join(f"tplab.{name}." for name in names) + f"root{root}")
 
 
@@ -316,7 +316,7 @@ def _on_root(x: Array, place: _Place, root: int) -> Array:
 
 
 def _permute(x: Array, place: _Place, pairs: Sequence[tuple[int, int]]) -> Array:
-    """JAX's ppermute, which numbers the ranks of several axes in the mesh's order, not in that of the names."""
+    """JAX's ppermute, which numbers the ranks of several axes in the order of the mesh, not of the names."""
     group = place.group
     position = {rank: place for place, rank in enumerate(sorted(group))}
     return lax.ppermute(x, place.names, [(position[group[a]], position[group[b]]) for a, b in pairs])

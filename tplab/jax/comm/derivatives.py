@@ -1,8 +1,8 @@
-"""Functions with derivatives of their own that hold everywhere: in loops, to any order, forwards and backwards.
+"""Functions with custom derivatives that work everywhere: in loops, to any order, in forward and reverse mode.
 
-JAX forgets a `custom_jvp` in the body of a `scan` once it has differentiated it there, so that a second derivative is
-that of the function's inside. And a `custom_vjp` has no forward mode: no `jax.jvp`, and no Hessian-vector product made
-with it. What is made here is an operation of its own for JAX, as `lax.psum` is.
+JAX drops a `custom_jvp` in the body of a `scan` once it has differentiated it there, so that a second derivative is
+that of the function's body. And a `custom_vjp` has no forward mode: no `jax.jvp`, and no Hessian-vector product that
+uses it. The functions made here are primitives of JAX, as `lax.psum` is.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tplab.jax.ranks.context import vary
 
 Axes = tuple[str, ...]
 Lists = Callable[..., Sequence[Any]]
-"""From a list of arrays, and what else there is, to one."""
+"""From a list of arrays, and further arguments, to a list of arrays."""
 
 
 def with_backward(forward: Lists, backward: Lists, xs: Sequence[Array], *about: Any) -> list[Array]:
     """`forward(xs, *about)`, which is linear in the arrays xs. In forward mode it is its own derivative.
 
-    backward   the gradients of xs are `backward(dys, axes, *about)`: from those of the results, and the axes along
-               which each x varies. They need not be what JAX would make of `forward`
-    about      what both need besides, known when the program is traced
+    backward   `backward(dys, axes, *about)` computes the gradients of xs, from those of the results and the axes along
+               which each x varies. They may differ from those that JAX would derive from `forward`
+    about      further arguments of both, known when the program is traced
     """
     jaxpr = jax.make_jaxpr(lambda *xs: list(forward(list(xs), *about)))(*xs)
     return _with_backward.bind(*xs, jaxpr=jaxpr, backward=(backward, *about))
@@ -106,7 +106,7 @@ def axes_of(x: Any) -> Axes:
 
 
 def define(primitive: Primitive, batched: Callable[..., Any]) -> None:
-    """An operation that computes what its parameter `jaxpr` says."""
+    """Define an operation that evaluates its parameter `jaxpr`."""
     many = primitive.multiple_results
 
     def compute(*xs: Any, jaxpr: Any, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Regions: where an array that all ranks share enters work that they divide, and where it comes out again.
+"""Regions: the boundaries where an array that all ranks share enters divided work, and where it leaves it.
 
 Megatron's two conjugate pairs (Shoeybi et al. 2019, section 3). The backward pass of each is the forward pass of its
 partner:
@@ -9,7 +9,7 @@ partner:
     scatter_to         y = my piece of x   all_gather(dy)       varying
     gather_from        y = all_gather(x)   my piece of dy       replicated
 
-So JAX's types say on which side of a pair an array is. If you leave out f, JAX inserts it by itself.
+So JAX's types say on which side of a pair an array is. If you omit f, JAX inserts it itself.
 
 Sequence parallelism has a third pair, which is in `comm`: the backward pass of all_gather is reduce_scatter, and vice
 versa. It differs from gather_from in the use of y: all ranks use the result of `gather_from` in the same way, while
@@ -35,7 +35,7 @@ Names = tuple[str, ...]
 
 
 def copy_to(x: Any, axis: Axis) -> Array:
-    """Megatron's f: the same x enters work that the ranks of `axis` divide; its gradient is the sum of theirs.
+    """Megatron's f: x enters work that the ranks of `axis` divide, and its gradient is the sum of theirs.
 
     x [...], the same on every rank   ->   y = x
     forward   nothing is sent
@@ -47,7 +47,7 @@ def copy_to(x: Any, axis: Axis) -> Array:
 
 
 def reduce_from(x: Any, axis: Axis) -> Array:
-    """Megatron's g: the results of the ranks of `axis` are added up, and every rank goes on with the sum.
+    """Megatron's g: add up the results of the ranks of `axis`, and return the sum on every rank.
 
     x [...], each rank's part   ->   y, the same on every rank
     forward   y = all_reduce(x)    2(R-1)/R of x is sent by each rank
@@ -57,12 +57,12 @@ def reduce_from(x: Any, axis: Axis) -> Array:
 
 
 def scatter_to(x: Any, axis: Axis, dim: int = -1) -> Array:
-    """Every rank of `axis` goes on with its own piece of what all of them hold.
+    """Return each rank's own piece of an x that all ranks of `axis` hold.
 
     x [.., R n, ..], the same on every rank   ->   y [.., n, ..]: piece i on the rank at index i
     forward   nothing is sent
     backward  dx = all_gather(dy)    each rank sends (R-1)/R of x
-    Raises ShapeError where R does not divide the dim.
+    Raises ShapeError if R does not divide the dim.
     """
     mesh, x = this_mesh(), jnp.asarray(x)
     names, dim = mesh.names(axis), dim_of(x.shape, dim, "scatter_to")
@@ -75,7 +75,7 @@ def scatter_to(x: Any, axis: Axis, dim: int = -1) -> Array:
 
 
 def gather_from(x: Any, axis: Axis, dim: int = -1) -> Array:
-    """The pieces of all ranks are joined along `dim`, and every rank goes on with the whole, in the same way.
+    """Join the pieces of all ranks along `dim`; every rank uses the whole in the same way.
 
     x [.., n, ..], each rank's piece   ->   y [.., R n, ..], the same on every rank, and JAX's types know it
     forward   y = all_gather(x)      each rank sends (R-1) pieces
@@ -97,7 +97,7 @@ def _gathered(x: Array, names: Names, dim: int) -> Array:
 
 
 _CAN_GATHER_REPLICATED = "to" in inspect.signature(lax.all_gather).parameters
-"""Not before jax 0.10; until then the pieces are added up, each in its place, at twice the bytes."""
+"""Since jax 0.10. Earlier versions sum arrays of zeros with each piece in its place, at twice the bytes."""
 
 
 def _scattered(x: Array, names: Names, dim: int) -> Array:

@@ -33,7 +33,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     """
     num_ranks = axis_size(axis)
     x = jax.tree.map(lambda leaf: varying(leaf, axis), x)
-    lanes = gather_lanes(0, num_ranks, 1, direction)  # it does not matter here which rank's pieces they are
+    lanes = gather_lanes(0, num_ranks, 1, direction)  # the rank's index does not matter here
     if direction == "split":
         first, second = halved(x, dim)
         up, down = _gathered(first, second, axis, len(lanes.up), len(lanes.down))
@@ -42,7 +42,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
 
 
 def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int) -> tuple[list[Any], list[Any]]:
-    """What arrives in these numbers of hops up and down, both at once."""
+    """What arrives in these numbers of hops up and down, in both directions at once."""
     up, down = [first], [second]
     for hop in range(max(hops_up, hops_down)):
         if hop < hops_up:
@@ -113,7 +113,7 @@ def _piece(pieces: Array, index: Array) -> Array:
 
 
 def _collected(rising: Sequence[Any], sinking: Sequence[Any], axis: Axis) -> tuple[Any, Any]:
-    """Two sums that travel at once, each rank adding one part before each hop; as they arrive (None: no parts)."""
+    """Two sums that travel at once; each rank adds one part before each hop. Returns what arrives; None: no parts."""
     up = down = None
     for hop in range(max(len(rising), len(sinking))):
         if hop < len(rising):
@@ -146,5 +146,5 @@ def halved(x: Any, dim: int) -> tuple[Any, Any]:
 
 
 def varying(x: Any, axis: Axis) -> Array:
-    """x with the type that all pieces of a ring share: the rank's own piece, which has not travelled, needs it too."""
+    """x with the type that all pieces of a ring share. The rank's own piece needs it too, though it is never sent."""
     return vary(jnp.asarray(x), (axis,) if isinstance(axis, str) else tuple(axis))

@@ -1,8 +1,8 @@
-"""Functions whose backward pass is their own, and that have a forward mode too: a `custom_vjp` has none.
+"""Functions with a custom backward pass that also support forward mode, unlike a `custom_vjp`.
 
-For JAX such a function is an operation of its own. Its tangent is a second one, linear in the tangents, whose transpose
-is the backward pass. What the backward pass needs is computed beside the result and handed to the second operation; in
-forward mode nothing uses it, and the compiler drops it.
+Such a function is a primitive of JAX. Its tangent is a second primitive, linear in the tangents, whose transpose is the
+backward pass. Residuals for the backward pass are computed with the result and passed to the second primitive; in
+forward mode nothing uses them, and the compiler drops them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Arrays = list[Array]
 
 
 class TwoPasses:
-    """A function of arrays with a backward pass of its own. Each of these gets `call`, which may be anything:
+    """A function of arrays with a custom backward pass. Each of these receives `call`, which may be any object:
 
     function(call, xs, fixed)          the results; it is differentiated with respect to xs
     plain(call, xs, fixed)             the same, as JAX may differentiate it: for forward mode, and under vmap
-    forward(call, xs, fixed)           the results, the arrays that the backward pass needs, and what else it needs
+    forward(call, xs, fixed)           the results, the arrays that the backward pass needs, and a note for it
     backward(call, kept, note, dys)    the gradients of xs
     """
 
@@ -102,9 +102,9 @@ class TwoPasses:
 
 
 class _About:
-    """What the tangent's operation needs besides arrays; see `TwoPasses`. Compared by identity.
+    """What the tangent's primitive needs besides arrays; see `TwoPasses`. Compared by identity.
 
-    num_kept, num_known   how many operands the backward pass needs, and how many are no tangents
+    num_kept, num_known   how many operands the backward pass needs, and how many are not tangents
     places, floats        which of xs have tangents, and which results
     results               the shapes of all results
     """
@@ -129,7 +129,7 @@ def _tangent_mapped(given: Any, dims: Any, *, jaxpr: Any, about: _About) -> tupl
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, jaxpr: Any, about: _About) -> Any:
-    """A second derivative, by what JAX makes of the first."""
+    """A second derivative: JAX differentiates the first."""
     places = [place for place, x in enumerate(primals) if _is_float(x)]
 
     def of_floats(*given: Array) -> Any:

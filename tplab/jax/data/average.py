@@ -1,4 +1,4 @@
-"""Gradients averaged over the ranks that hold copies of the parameters, and losses whose mean is that of all tokens."""
+"""Gradients averaged over the ranks that hold copies of the parameters, and losses whose mean is over all tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tplab.mesh import Axis
 def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None = None) -> Any:
     """The mean of gradients over the ranks of `axis` (R ranks), the same on every rank, and JAX's types know it.
 
-    gradients      a pytree of arrays, each rank's own: of parameters that differ along `axis` by JAX's types, as
-                   `copy_to(x, axis)` makes them outside the function that is differentiated
-    bucket_bytes   None: one all_reduce per array. Otherwise arrays travel in flat buffers of at most this size, one
+    gradients      a pytree of arrays, each rank's own: of parameters that differ along `axis` by JAX's types, which
+                   `copy_to(x, axis)` makes them do outside the differentiated function
+    bucket_bytes   None: one all_reduce per array. Otherwise arrays are sent in flat buffers of at most this size, one
                    dtype each, from the last to the first
 
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies
@@ -39,7 +39,7 @@ def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None 
 
 
 def check_own(gradients: Any, axis: Axis, then: str = "") -> None:
-    """Raises ValueError if JAX has added up a gradient over `axis`. `then`: what to do with one that is the mean."""
+    """Raise ValueError if JAX has added up a gradient over `axis`. `then`: what to do with one that is the mean."""
     names = this_mesh().names(axis)
     along = names[0] if len(names) == 1 else names
     for path, gradient in jax.tree_util.tree_flatten_with_path(gradients)[0]:
@@ -54,7 +54,7 @@ def check_own(gradients: Any, axis: Axis, then: str = "") -> None:
 
 
 def check_reduced(gradients: Any, axis: Axis, specs: Any = None) -> None:
-    """Raises ValueError where a gradient differs along `axis` by JAX's types, and specs do not say that it is cut."""
+    """Raise ValueError if a gradient differs along `axis` by JAX's types, and specs do not say that it is cut."""
     names, leaves = this_mesh().names(axis), jax.tree_util.tree_flatten_with_path(gradients)[0]
     for (path, gradient), spec in zip(leaves, spread(specs, gradients, "specs"), strict=True):
         differs = [name for name in names if name in varying_axes(gradient) and name not in spec.axis_names]
@@ -79,7 +79,7 @@ def plan_of(arrays: Sequence[Any], bucket_bytes: float | None) -> tuple[Bucket, 
 
 
 def mean_of(bucket: Bucket, members: Sequence[Array], axis: Axis) -> list[Array]:
-    """The means of a bucket's arrays over the axis. They are given in the order of its pieces."""
+    """The means over the axis of a bucket's arrays, which are in the order of its pieces."""
     if len(members) == 1:  # a single one needs no buffer, and keeps its shape in the trace
         return [all_reduce(members[0], axis, "mean")]
     mean = all_reduce(jnp.concatenate([x.reshape(-1) for x in members]), axis, "mean")
@@ -90,7 +90,7 @@ def mean_of(bucket: Bucket, members: Sequence[Array], axis: Axis) -> list[Array]
 
 
 def tokens_per_rank(targets: Array, axis: Axis, *, ignore_index: int = -100) -> Array:
-    """What every rank divides its summed loss by: the mean number of counted tokens over the ranks of `axis`.
+    """The divisor of every rank's summed loss: the mean number of counted tokens over the ranks of `axis`.
 
         loss = cross_entropy(logits, targets).sum() / tokens_per_rank(targets, "dp")
 
@@ -99,8 +99,8 @@ def tokens_per_rank(targets: Array, axis: Axis, *, ignore_index: int = -100) -> 
 
     With n_r tokens on rank r of R, and N in total, the mean over ranks is that over all tokens:
         1/R sum_r (sum of the losses of rank r) / (N/R) = (sum of all losses) / N
-    Each rank's own mean would give the tokens of a rank with few of them more weight; and on a rank with none it would
-    be 0/0, where this is 0.
+    Each rank's own mean would give more weight to the tokens of a rank with few of them; and on a rank with none it
+    would be 0/0, where this is 0.
     cost   an all_reduce of 1 number
     """
     total = all_reduce(_is_counted(targets, ignore_index).sum(), axis)
@@ -108,10 +108,10 @@ def tokens_per_rank(targets: Array, axis: Axis, *, ignore_index: int = -100) -> 
 
 
 def share_of_tokens(targets: Array, axis: Axis, *, ignore_index: int = -100) -> Array:
-    """This rank's number of counted tokens over the mean number: multiply a loss by it that is already a mean.
+    """This rank's number of counted tokens over the mean number: the factor for a loss that is already a mean.
 
-    It is n_r / (N/R), which is 1 where all ranks have the same number. A loss that is a mean over no tokens is 0/0, and
-    stays so: where a rank may have none, divide the sum by `tokens_per_rank`.
+    It is n_r / (N/R), which is 1 if all ranks have the same number. A loss that is a mean over no tokens is 0/0, and
+    stays so: if a rank may have none, divide the sum by `tokens_per_rank`.
     cost   an all_reduce of 1 number
     """
     return _is_counted(targets, ignore_index).sum() / tokens_per_rank(targets, axis, ignore_index=ignore_index)

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, however its parameters are spread, and clipping by it."""
+"""The norm of all gradients of a model, however its parameters are sharded, and clipping by it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def gradient_norm(gradients: Any, specs: Any = None, *, norm_type: float = 2.0) 
     """The norm of all gradients together, as on one device, the same on every rank.
 
     gradients    a pytree of arrays, or `Stages`
-    specs        how they lie on the mesh: a pytree of P of the same structure, such as `GPT.specs`, in which one P may
-                 stand for a whole part. None: every rank holds them whole. Stages need none
+    specs        how they are sharded: a pytree of P of the same structure, such as `GPT.specs`, in which one P may
+                 cover a whole subtree. None: every rank holds them whole. Stages need none
     norm_type    p, above 0, or inf for the largest element
 
-    norm = (sum |g|^p)^(1/p) over every element of the model, each once. Of the ranks that hold copies of a piece, the
-    one at position 0 counts it; tied parameters, and stages that several ranks hold, are counted at their first place.
+    norm = (sum |g|^p)^(1/p) over every element of the model, each once. A piece that several ranks hold is counted by
+    the one at position 0; tied parameters, and stages that several ranks hold, are counted at their first place.
     Gradients of copies must already be equal: average them first.
-    cost   an all_reduce of 1 number over the axes that specs (and Stages) name; none where these name no axis
-    Raises SpecError where JAX's types say that an array differs along an axis that its spec does not name, or the
+    cost   an all_reduce of 1 number over the axes that specs (and Stages) name; none if these name no axis
+    Raises SpecError if JAX's types say that an array differs along an axis that its spec does not name, or the
     reverse.
     """
     p = check_norm_type(norm_type)
@@ -53,17 +53,17 @@ def gradient_norm(gradients: Any, specs: Any = None, *, norm_type: float = 2.0) 
 
 
 def clip_gradients(gradients: Any, max_norm: float, specs: Any = None, *, norm_type: float = 2.0) -> tuple[Any, Array]:
-    """The gradients, scaled by min(1, max_norm / (norm + 1e-6)), and the norm that they had.
+    """The gradients, scaled by min(1, max_norm / (norm + 1e-6)), and their norm before that.
 
-    It is torch.nn.utils.clip_grad_norm_ for a model that is spread over a mesh. Every rank scales by the same factor,
-    so copies stay equal. See `gradient_norm` for the arguments and the cost.
+    This is torch.nn.utils.clip_grad_norm_ for a model that is sharded over a mesh. Every rank scales by the same
+    factor, so copies stay equal. See `gradient_norm` for the arguments and the cost.
     """
     most, norm = check_max_norm(max_norm), gradient_norm(gradients, specs, norm_type=norm_type)
     return scale_to(gradients, norm, most), norm
 
 
 def scale_to(gradients: Any, norm: Array, max_norm: float) -> Any:
-    """Gradients that together have this norm, scaled by min(1, max_norm / (norm + 1e-6))."""
+    """Gradients with this norm, scaled by min(1, max_norm / (norm + 1e-6))."""
     factor = jnp.minimum(max_norm / (norm + EPSILON), 1)
     return jax.tree.map(lambda x: (x * factor).astype(x.dtype), gradients)
 

@@ -26,16 +26,16 @@ def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKE
         grads = jax.grad(loss)(params, x, y)                # the mean over the ranks, the same on all of them
 
     params         a pytree of arrays
-    bucket_bytes   the most that a bucket holds, from the last array to the first; None: one bucket per array
+    bucket_bytes   the size limit of a bucket; buckets are filled from the last array to the first; None: one per array
 
     forward   nothing is sent
-    backward  one all_reduce per bucket, which needs only its own gradients: XLA may run it beside the rest of the
-              backward pass. 2(R-1)/R of the gradients' bytes are sent by each rank
-    The trace keeps the program's order where several operations could run, and packing comes last in it. If you call
-    this on each layer's parameters where the layer uses them, buckets leave during the backward pass in the trace too.
-    Without it, JAX adds the gradients up by itself, one psum per array, as the parameters are the same on every rank
-    by their types and the data is not. To accumulate, call it on what is differentiated over all microbatches: then
-    gradients are sent once.
+    backward  one all_reduce per bucket, which depends only on its own gradients: XLA may overlap it with the rest of
+              the backward pass. 2(R-1)/R of the gradients' bytes are sent by each rank
+    If several operations could run, the trace keeps the program's order, in which packing comes last. If you call this
+    on each layer's parameters where the layer uses them, buckets are sent during the backward pass in the trace too.
+    Without it, JAX itself adds the gradients up, one psum per array, because the parameters are the same on every rank
+    by their types and the data is not. To accumulate, call it on the parameters of the function that is differentiated
+    over all microbatches: then gradients are sent once.
     """
     names = this_mesh().names(axis)
     leaves, structure = jax.tree.flatten(params)
@@ -47,7 +47,7 @@ def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKE
 
 
 def _averaged(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
-    """Each rank's own. Their gradient becomes the mean of what the ranks made of them."""
+    """The members as each rank's own, whose gradient becomes the mean over the ranks."""
     return with_backward(_each, _mean, members, names, bucket)
 
 

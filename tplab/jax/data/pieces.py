@@ -1,4 +1,4 @@
-"""Parameters in pieces: from whole arrays to the rows that travel, and back. `tplab.data.pieces` says what ranks hold.
+"""Parameters in pieces: from whole arrays to the rows that are sent, and back. See `tplab.data.pieces` for the layout.
 
 In a compiled program all ranks have the same shapes, so here a piece keeps its padding: [width] on every rank.
 """
@@ -24,12 +24,12 @@ Reduce = Callable[[Array, Axis, str], Handle]
 
 
 def gather_rows(row: Array, axis: Axis) -> Handle:
-    """An all_gather: each rank sends (R-1) rows. To JAX's types the result is each rank's own."""
+    """An all_gather: each rank sends (R-1) rows. By JAX's types, the result differs between ranks."""
     return start(all_gather, row, axis)
 
 
 def gather_copies(row: Array, axis: Axis) -> Handle:
-    """The same, and JAX's types know that the result is the same on every rank."""
+    """The same, but by JAX's types too, the result is the same on every rank."""
     return Handle(gather_from(row, axis, 0))
 
 
@@ -39,7 +39,7 @@ def reduce_rows(message: Array, axis: Axis, op: str) -> Handle:
 
 
 def reduced_row(handle: Handle, replicate_axis: Axis | None, op: str) -> Array:
-    """The row that a `Reduce` returns; if other nodes hold copies, combined with theirs."""
+    """The row that a `Reduce` returns, combined with those of other nodes if these hold copies."""
     row = handle.wait()
     return row if replicate_axis is None else all_reduce(row, replicate_axis, op)
 
@@ -75,7 +75,7 @@ def message_of(pieces: Pieces, wholes: Sequence[Array], dtype: Any = None) -> Ar
 
 
 def wholes_in(pieces: Pieces, message: Array) -> list[Array]:
-    """The whole arrays that a message [R * width] of all rows holds, in their shapes, without padding."""
+    """The whole arrays in a message [R * width] of all rows, in their shapes, without padding."""
     rows = message.reshape(pieces.num_ranks, pieces.width)
     return [
         lax.slice_in_dim(rows[:, column].reshape(-1), 0, size).reshape(shape)

@@ -1,8 +1,8 @@
-"""all_gather and reduce_scatter that send codes of 8 or 4 bits in place of numbers: qwZ and qgZ of ZeRO++.
+"""all_gather and reduce_scatter that send codes of 8 or 4 bits instead of numbers: qwZ and qgZ of ZeRO++.
 
-Codes cannot be added on their way around a ring: each rank's codes have scales of their own, and the sum of two codes
-may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes directly to the rank that adds them up,
-which turns them into numbers first. Each number is rounded once on every level.
+Codes cannot be added while they go around a ring: each rank's codes have their own scales, and the sum of two codes may
+not fit. So reduce_scatter is an all_to_all here: every rank sends its codes directly to the rank that adds them up,
+which decodes them first. Each number is rounded once on every level.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
 section 3.
@@ -43,10 +43,10 @@ from tplab.sharding import share
 def quantized_all_gather(
     x: Any, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256, inside: Axis | None = None
 ) -> Array:
-    """all_gather of codes and scales: every rank turns what arrives back into numbers.
+    """all_gather of codes and scales, which every rank decodes.
 
     x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, in x's dtype; a rank's own piece is rounded too
-    bits      8 or 4; None sends x as it is
+    bits      8 or 4; None sends x unquantised
     block     elements that share a scale; None: all of x
     inside    the part of `axis` whose ranks share a node: codes first cross to the other nodes, once to each, and then
               spread inside. The numbers are the same
@@ -72,19 +72,19 @@ def quantized_reduce_scatter(
     block: int | None = 256,
     inside: Axis | None = None,
 ) -> Array:
-    """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
+    """reduce_scatter through an all_to_all of codes, which are decoded and then added up in float32.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, in x's dtype
     op        sum or mean
     bits      4 or 8; None is reduce_scatter
     block     elements that share a scale; it ends where a piece ends. None: one scale for each piece
     inside    the part of `axis` whose ranks share a node: pieces are added up inside it first, rounded again, and then
-              added up across. O nodes of I ranks send 1/I of the bytes across that one level would send
+              added up across. O nodes of I ranks then send 1/I of the bytes across
     sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank, n being the elements of a piece; with `inside`,
               (I-1) O times as much inside, O-1 times across
     error     half a step of each rank's block, added up; with `inside`, plus that of the block of each node's sum
     backward  dx = all_gather(dy), in full precision: as if nothing had been rounded
-    Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
+    Raises ShapeError if R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
     Wang et al. 2023, section 3.3.
     """
     x, names = jnp.asarray(x), this_mesh().names(axis)
@@ -109,7 +109,7 @@ class _How(NamedTuple):
 
     @property
     def exact(self) -> _How:
-        """The same with numbers as they are."""
+        """The same options without quantisation."""
         return self._replace(bits=None)
 
 
@@ -118,13 +118,13 @@ def _gathered(x: Array, how: _How) -> Array:
 
 
 def crossed(x: Array, how: _How) -> list[Array]:
-    """The codes and scales that came across: the shards [O, ..] of the ranks at this rank's place in every node."""
+    """The codes and scales received across: the shards [O, ..] of the ranks at this rank's place in every node."""
     first = how.axis if how.levels is None else how.levels.across
     return [all_gather(part, first) for part in _encoded(x.reshape(1, -1), how)]
 
 
 def joined(parts: Sequence[Array], like: Array, how: _How) -> Array:
-    """Spread what came across inside the node, and turn it into numbers."""
+    """Spread the result of `crossed` inside the node, and decode it."""
     if how.levels is not None:
         parts = [_in_order(all_gather(part[None], how.levels.inside), how.levels) for part in parts]
     rows = _decoded(parts, like.size, how).astype(like.dtype)
@@ -158,12 +158,12 @@ def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
 
 
 def _encoded(rows: Array, how: _How) -> list[Array]:
-    """The form in which rows [r, n] travel: codes and scales, or the rows themselves."""
+    """The form in which rows [r, n] are sent: codes and scales, or the rows themselves."""
     return [rows] if how.bits is None else list(quantize_rows(rows, how.bits, how.block))
 
 
 def _decoded(parts: Sequence[Array], n: int, how: _How) -> Array:
-    """The rows [r, n], from what has arrived."""
+    """The rows [r, n], from their received form."""
     return parts[0] if how.bits is None else dequantize_rows(parts[0], parts[1], n, how.bits, how.block)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO stage 2: gradients leave during the backward pass, and every rank keeps its own part of them."""
+"""ZeRO stage 2: gradients are sent during the backward pass, and every rank keeps its own part of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shard_gradients(
         params = optax.apply_updates(params, updates)
 
     This is like `shard_optimizer`, but the backward pass itself combines gradients: `value_and_grad` returns this
-    rank's piece [ceil(n/R)] of each, and a parameter's reduce_scatter needs nothing but its gradient. The compiler
+    rank's piece [ceil(n/R)] of each, and a parameter's reduce_scatter depends only on its gradient. The compiler
     decides when it runs, and so how many whole gradients exist at once.
 
     states    2 + 14/R bytes per parameter with Adam and master_dtype=float32

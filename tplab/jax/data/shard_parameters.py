@@ -27,7 +27,7 @@ def shard_parameters(
     gather: Gather | None = None,
     reduce: Reduce | None = None,
 ) -> ShardedLayer | ShardedLayers:
-    """`model`, with its parameters divided over the R ranks of `axis` (ZeRO stage 3, also called FSDP).
+    """Divide the parameters of `model` over the R ranks of `axis` (ZeRO stage 3, also called FSDP).
 
         layer = shard_parameters(layer, "dp")
         pieces = layer.shard(params)                  # in a rank's program: this rank's piece of each parameter
@@ -35,7 +35,7 @@ def shard_parameters(
         grads = jax.grad(loss_of(layer))(pieces)      # pieces too, and so are the optimizer's states
 
     model   a layer, called as layer(params, *args), or any such function; or a list of them, which run one after
-            another: each is a unit, whose parameters travel together
+            another: each is a unit, whose parameters are sent together
 
         before the forward pass    all_gather: they are whole
         after it                   they are freed: they are not kept for the backward pass
@@ -44,20 +44,20 @@ def shard_parameters(
 
     op                     how gradients are combined: "mean" or "sum"
     reshard_after_forward  False keeps the whole parameters from the forward to the backward pass. An axis that is a
-                           part of `axis`: a second piece is kept, shared by the ranks of that axis, and the second
-                           gather stays among them (ZeRO++'s hpZ)
-    prefetch               for a list of layers: whether the next one's parameters may travel while one runs. Other
+                           part of `axis`: each rank keeps a second piece, cut over the ranks of that axis, and the
+                           second gather runs only among them (ZeRO++'s hpZ)
+    prefetch               for a list of layers: whether the next layer's parameters may be sent while one runs. Other
                            layers are gathered when their input is ready
     replicate_axis         the axis along which pieces have copies (hybrid sharding): gradients are all_reduced along it
-    compute_dtype          that of whole parameters: bfloat16, where the pieces are float32
-    reduce_dtype           the dtype in which gradients travel; by default, that of the whole parameters
-    gather, reduce         what sends: functions as in `tplab.jax.data.pieces`, or None for all_gather, reduce_scatter
+    compute_dtype          of the whole parameters: for example bfloat16, with pieces in float32
+    reduce_dtype           the dtype in which gradients are sent; by default, that of the whole parameters
+    gather, reduce         the collectives, as in `tplab.jax.data.pieces`; None: all_gather, reduce_scatter
 
-    states    16/R bytes per parameter with Adam, besides the units that are whole
+    states    16/R bytes per parameter with Adam, besides the whole units
     sent      3(R-1)/R of the parameters by each rank; 2(R-1)/R without reshard_after_forward
     If two units share a parameter, give its pieces to both: the gradients from both are added up. The backward pass
-    gathers a unit when the gradient of its output is ready. On CPUs XLA drops the barriers that say so, finds that the
-    two gathers of a unit are the same, and keeps the result of the first; in a `lax.scan` over layers it does not.
+    gathers a unit when the gradient of its output is ready. On CPUs XLA drops the barriers that enforce this, merges
+    the two gathers of a unit, and keeps the first result; in a `lax.scan` over layers it does not.
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
     about = About(
@@ -90,7 +90,7 @@ class ShardedLayer:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The layer's own signature: a caller can see whether it takes a random key."""
+        """The layer's own signature, so that a caller can see whether it takes a random key."""
         return inspect.signature(self.layer)
 
     def init(self, key: Any) -> Any:
@@ -103,7 +103,7 @@ class ShardedLayer:
         return self.about.gathered(pieces)
 
     def axes_of_mean_gradients(self) -> tuple[str, ...]:
-        """The axes over which its gradients are the mean when they come."""
+        """The axes over which its gradients are already the mean."""
         return self.about.names() if self.about.op == "mean" else ()
 
     def __call__(self, pieces: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An optimizer of which each rank keeps a part: ZeRO's first two stages."""
+"""An optimizer whose states are divided over ranks: ZeRO's first two stages."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class GradientPieces:
 @dataclass(frozen=True)
 class ShardedOptimizer:
     """An optax optimizer over this rank's pieces of the parameters: `init` and `update` as in optax, called in a rank's
-    program. States are pieces [width], and numbers that all ranks share.
+    program. States are pieces [width], and numbers that are the same on all ranks.
 
         specs = jax.tree.map(lambda x: P("dp") if x.ndim else P(), state)      # for a state that leaves the program
 
-    value_and_grad(loss)      like jax.value_and_grad, but gradients are this rank's own (stage 1: JAX's types would add
-                              them up), or are cut and added up while the backward pass runs (stage 2: GradientPieces)
-    reduce_gradients(grads)   what `update` does first: GradientPieces, so that you can clip or inspect them
+    value_and_grad(loss)      like jax.value_and_grad, but gradients are this rank's own (stage 1; JAX would otherwise
+                              add them up), or are reduce-scattered during the backward pass (stage 2: GradientPieces)
+    reduce_gradients(grads)   the first part of `update`: GradientPieces, so that you can clip or inspect them
     """
 
     inner: Any
@@ -134,7 +134,7 @@ class ShardedOptimizer:
         return jax.tree.map(lambda c, p: c.cut(p.astype(wide or p.dtype)), self._cuttings(params), params)
 
     def _cuttings(self, params: Any) -> Any:
-        """How each parameter is cut. Of one that is cut along some of the axes anyway, pieces are among the others."""
+        """How each parameter is cut. One that is already cut along some of the axes is cut along the others."""
         leaves, structure = jax.tree.flatten(params)
         mesh, replicated = this_mesh(), self.replicate_axis
         check(self.specs, "specs", mesh)
@@ -150,7 +150,7 @@ class ShardedOptimizer:
 
 @dataclass(frozen=True, eq=False)
 class Cutting:
-    """How one parameter is cut into pieces along `axis`, where ranks hold copies of it."""
+    """How one parameter is cut into pieces along `axis`, along which it is replicated."""
 
     pieces: Pieces
     axis: tuple[str, ...]
@@ -168,12 +168,12 @@ class Cutting:
         """grad [...], each rank's own   ->   the piece [width] of the sum or mean"""
         about, message = self.about, message_of(self.pieces, [grad], self.about.reduce_dtype)
         row = reduced_row(about.reduce(message, self.axis, about.op), about.replicate_axis, about.op)
-        others = axis_size(about.axis) // axis_size(self.axis)  # the ranks that hold other experts count too
+        others = axis_size(about.axis) // axis_size(self.axis)  # ranks with other experts count too
         return row / others if about.op == "mean" and others > 1 else row
 
 
 def _cut_behind(cutting: Cutting, whole: Array, piece: Array) -> Array:
-    """The whole parameter. Its gradient, combined and cut, goes to `piece` as soon as the backward pass has it."""
+    """The whole parameter. Its gradient is combined, cut and passed to `piece` as soon as the backward pass has it."""
     return with_backward(_whole, _combined, [whole, piece], cutting)[0]
 
 
@@ -210,26 +210,26 @@ def shard_optimizer(
         params = optax.apply_updates(params, updates)
 
     `update` combines the gradients, so that each rank gets its piece [ceil(n/R)] of each parameter's gradient [n]; it
-    works out the updates of the pieces; and it gathers them, so that every rank can update the whole parameters.
+    computes the updates of the pieces; and it gathers them, so that every rank can update the whole parameters.
 
-    optimizer       one of optax's. What it does to an element may depend only on that element, as in sgd, adam or
-                    adamw: it never sees a whole matrix, so clip_by_global_norm would see the norm of a part
+    optimizer       an optax optimizer. It must be elementwise, as sgd, adam and adamw are: it never sees a whole
+                    matrix, so clip_by_global_norm would see the norm of a part
     op              how gradients are combined: "mean" or "sum"
     replicate_axis  the axis along which pieces have copies: gradients are combined along it too
-    master_dtype    that of the pieces: float32 keeps an exact copy of parameters that are bfloat16
-    reduce_dtype    the dtype in which gradients travel; by default, their own
+    master_dtype    of the pieces: float32 keeps a precise copy of bfloat16 parameters
+    reduce_dtype    the dtype in which gradients are sent; by default, their own
     is_reduced      whether the gradients have already been combined: by `average_gradients`, or by JAX, which adds up
                     the result of jax.grad for parameters that are the same on every rank. Then nothing is sent for
                     them, and `op` is not applied: differentiate the mean of the losses, all_reduce(loss, "dp", "mean")
-    specs           how the parameters lie on the mesh, as for `clip_gradients`. Experts that are cut along some of the
-                    axes have copies along the others, which share them; means are over all. None: all have copies
-    gather, reduce  what sends: functions as in `tplab.jax.data.pieces`, or None for all_gather and reduce_scatter
+    specs           how the parameters are sharded, as for `clip_gradients`. Experts that are cut along some of the axes
+                    have copies along the others, which divide them; means are over all. None: all are replicated
+    gather, reduce  the collectives: functions as in `tplab.jax.data.pieces`, or None for all_gather and reduce_scatter
 
-    states    4 + 12/R bytes per parameter with Adam and master_dtype=float32, where R copies take 16
+    states    4 + 12/R bytes per parameter with Adam and master_dtype=float32, instead of 16 on each of R ranks
     sent      reduce_scatter and all_gather: 2(R-1)/R of the parameters by each rank, the same as an all_reduce of the
               gradients; one message for each parameter. With is_reduced, that all_reduce comes first, and it is
               3(R-1)/R in total
-    Raises ValueError, in `update`, for gradients that JAX has added up, unless is_reduced says so.
+    `update` raises ValueError for gradients that JAX has added up, unless is_reduced is set.
     Rajbhandari et al. 2020, section 5.1.
     """
     return ShardedOptimizer(

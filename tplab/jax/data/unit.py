@@ -33,7 +33,7 @@ from tplab.jax.tracing.jaxprs import LAYOUTS, UNIT
 from tplab.mesh import Axis
 
 PIECE = "piece"
-"""What the leaf of a parameter is called that is cut: "weight.piece" in a path."""
+"""The name of the leaf of a sharded parameter: "weight.piece" in a path."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -95,7 +95,7 @@ class About:
             return reduced_row(self.reduce(message, self.axis, self.op), self.replicate_axis, self.op)
 
     def _named(self) -> AbstractContextManager[Any]:
-        """Inside, what is sent belongs to this unit: the trace says so beside the line."""
+        """A context whose messages belong to this unit, which the trace shows beside the line."""
         return nullcontext() if self.unit is None else jax.named_scope(f"{UNIT}{self.unit}")
 
     def names(self) -> tuple[str, ...]:
@@ -137,9 +137,9 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Everything about one call of a unit that JAX does not trace.
+    """The static data of one call of a unit, which JAX does not trace.
 
-    results   the structure of what fn returns, once it has been traced
+    results   the structure of fn's results, once it has been traced
     """
 
     about: About
@@ -154,18 +154,18 @@ class _Call:
         return self.results[0].unflatten(found)
 
     def of(self, wholes: Sequence[Array], floats: Sequence[Array], fixed: Sequence[Array]) -> list[Array]:
-        """What fn returns, as a list."""
+        """The results of fn, as a list."""
         found, structure = jax.tree.flatten(self.fn(wholes, floats, fixed))
         self.results[:] = [structure]
         return [jnp.asarray(x) for x in found]
 
     def parts(self, xs: list[Array], fixed: list[Array]) -> tuple[list[Array], list[Array], list[Array], list[Array]]:
-        """Pieces and floating-point arguments; other arguments, and what comes before the unit."""
+        """(pieces, floating-point arguments, other arguments, the arrays before the unit)."""
         count, rest = len(self.shapes), self.num_fixed[0]
         return xs[:count], xs[count:], fixed[:rest], fixed[rest:]
 
     def groups(self, held: Sequence[Array]) -> list[list[int]]:
-        """The places of parameters that travel together: they have one dtype, and differ along the same axes."""
+        """The places of parameters that are sent together: they have one dtype, and differ along the same axes."""
         kinds: dict[Any, list[int]] = {}
         for place, piece in enumerate(held):
             kinds.setdefault((piece.dtype, varying_axes(piece)), []).append(place)
@@ -175,7 +175,7 @@ class _Call:
         return Pieces(tuple(self.shapes[place] for place in places), axis_size(self.about.axis))
 
     def wholes(self, held: Sequence[Array], dtype: Any, after: Any) -> tuple[list[Array], list[Array]]:
-        """The whole parameters, gathered once `after` is ready, and the messages in which they came."""
+        """The whole parameters, gathered once `after` is ready, and the messages in which they arrived."""
         wholes: list[Any] = [None] * len(held)
         messages = []
         for places in self.groups(held):
@@ -196,9 +196,9 @@ class _Call:
         return wholes
 
     def _known(self, row: Array, after: Any) -> list[Array]:
-        """What a row is not gathered before.
+        """The arrays in `after` that a row's gather must wait for.
 
-        A barrier makes its operands differ along the same axes, by JAX's types. So we take only those parts of `after`
+        A barrier makes its operands differ along the same axes, by JAX's types. So we use only those parts of `after`
         that differ along no other axes than whole parameters do.
         """
         axes = {*varying_axes(row), *self.about.names()}
@@ -222,13 +222,13 @@ class _Call:
 
 
 def _behind(row: Array, known: list[Array]) -> Array:
-    """The same row, which to the compiler is not ready before `known` is."""
+    """The same row, but for the compiler not available before `known`."""
     return lax.optimization_barrier((row, known))[0] if known else row
 
 
 def _gathered(row_and_known: list[Array], about: About) -> list[Array]:
-    """The message of all ranks' rows. Its gradient is reduced as the unit's are, also where JAX differentiates what the
-    unit's own passes compute: for second derivatives."""
+    """The message of all ranks' rows. Its gradient is reduced like the unit's, including when JAX differentiates the
+    unit's own passes for second derivatives."""
     row, *known = row_and_known
     return [vary(about.gathers(_behind(row, known), about.axis), about.names())]
 
@@ -267,7 +267,7 @@ def _forward(call: _Call, xs: list[Array], fixed: list[Array]) -> tuple[list[Arr
     if about.secondary_axis is not None:
         place, parts = axis_index(about.secondary_axis), axis_size(about.secondary_axis)
         secondary = [message.reshape(parts, -1)[place] for message in messages]
-    # Of whole parameters the backward pass needs only these themselves: everything else is made from them again.
+    # If resharded, whole parameters are not kept but gathered again, and arrays derived from them are recomputed.
     places = {id(whole): place for place, whole in enumerate(wholes)} if about.reshard_after_forward else {}
     gaps = [places.get(id(x)) for x in kept]
     residuals = [x for x, place in zip(kept, gaps) if place is None]
@@ -279,7 +279,7 @@ def _backward(call: _Call, kept: list[Array], note: Any, dys: list[Any]) -> list
     count = len(call.shapes)
     held, secondary, rest = kept[:count], kept[count : count + num_secondary], iter(kept[count + num_secondary :])
     if any(place is not None for place in gaps):
-        # together with dy, so that they are gathered when the backward pass gets here, and not kept from before
+        # after dy, so that they are gathered when the backward pass gets here, rather than kept from before
         wholes = call.again(held, secondary, dys)
     else:
         wholes = []
@@ -294,8 +294,8 @@ _REMADE = {*LAYOUTS, "convert_element_type", "slice", "dynamic_slice"}
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Everything that a unit computes is kept for its backward pass, except what is only laid out or converted. That is
-    made again, so only the whole parameters themselves have to be gathered again."""
+    """Keep every result for the backward pass except reshaped or converted arrays. These are recomputed, so that only
+    the whole parameters themselves have to be gathered again."""
     return primitive.name not in _REMADE
 
 

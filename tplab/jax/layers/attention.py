@@ -1,8 +1,8 @@
-"""Self-attention whose heads are spread over an axis of the mesh.
+"""Self-attention whose heads are sharded over an axis of the mesh.
 
 Heads are independent: each rank computes the scores, the softmax and the values of its own heads, and the output
-projection, which is row-parallel, adds up what they contribute (Shoeybi et al. 2019, section 3). A head must not
-be split: part of a head would give part of each score, and the softmax of a sum is not the sum of softmaxes.
+projection, which is row-parallel, adds up their contributions (Shoeybi et al. 2019, section 3). A head must not be
+split: part of a head would give part of each score, and the softmax of a sum is not the sum of softmaxes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ParallelSelfAttention:
       ->  y [B, S, D], the same on every rank
     cost      one all_reduce forward, after output, and one backward, before q, k and v together: 2(R-1)/R of x each
     num_kv_heads   K: each key and value head serves H/K query heads next to each other (grouped-query attention,
-                   Ainslie et al. 2023). R must divide K too; where K is smaller, repeat the rows of each H/K times
+                   Ainslie et al. 2023). R must divide K too; if K is smaller, repeat the rows of each H/K times
     causal         a token sees itself and the tokens before it
     sequence_dim   1: x and y are this rank's piece of the sequence: all_gather before, reduce_scatter after
-    context_axis   the ranks that share the sequence for attention too: S is then the number of tokens that each of them
-                   has, in this `layout`, and queries see the others' keys by this `scheme`: "ring" is `ring_attention`
-                   of this rank's heads, and so on
-    Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
+    context_axis   the axis whose ranks share the sequence for attention too: S is then the number of tokens on each, in
+                   this `layout`, and queries see the others' keys by this `scheme`: "ring" is `ring_attention` of this
+                   rank's heads, and so on
+    Raises ShapeError if H does not divide D, K does not divide H, or R does not divide them.
     """
 
     width: int
@@ -79,7 +79,7 @@ class ParallelSelfAttention:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {name: part.specs for name, part in self._parts.items()}
 
     def init(self, key: Any) -> Params:
@@ -113,7 +113,7 @@ class ParallelSelfAttention:
 def _attended(q: Array, k: Array, v: Array, causal: bool) -> Array:
     """For each query head the mean of the values, weighted by the softmax of the scores, in float32 at least."""
     batch, length, num_heads, head_width = q.shape
-    q = q.reshape(batch, length, k.shape[2], num_heads // k.shape[2], head_width)  # beside the head that serves them
+    q = q.reshape(batch, length, k.shape[2], num_heads // k.shape[2], head_width)  # grouped by key head
     scores = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
     scores = scores * head_width**-0.5
     if causal:

@@ -1,7 +1,7 @@
-"""Attention of a rank's queries to the keys of all ranks, tile after tile, and its derivatives.
+"""Attention of a rank's queries to the keys of all ranks, tile by tile, and its derivatives.
 
-Two tiles are merged by their log-sum-exps; only q, k, v, o and lse are kept. JAX overlaps a hop with the tile beside
-it, since neither needs the other.
+Two tiles are merged by their log-sum-exps; only q, k, v, o and lse are kept. JAX overlaps a hop with a tile, since they
+are independent.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tplab.sequence import AttentionMask, Tile, TokenLayout, tiles_of
 
 
 class About(NamedTuple):
-    """What is computed, as far as it is known while the program is traced.
+    """The computation, as far as it is known during tracing.
 
     axis      the ring of the keys; None: this rank has all of them
-    gathers   all keys are gathered, instead of passed on
-    group     so many ranks have exchanged heads
+    gathers   whether all keys are gathered, instead of passed around
+    group     how many ranks have exchanged heads
     """
 
     axis: Axis | None
@@ -52,13 +52,13 @@ class About(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many queries and keys a tile has, and how many rows of its scores exist at a time at most: n."""
+        """(queries of a tile, keys of a tile, the most rows of its scores that exist at a time: n)."""
         each = self.layout.num_tokens // self.layout.num_ranks
         return each * self.group, each * self.group, each
 
     def steps(self, k: Array, v: Array) -> Iterator[tuple[int, tuple[Tile, ...], Array]]:
         """For each step its number, the tile of each rank of the ring, and the keys and values [2, B, g, n, d] of the
-        rank at this distance: while they are used, the next are on their way."""
+        rank at this distance. While they are used, the next ones are being sent."""
         kv, size = jnp.stack([k, v]), k.shape[-2]
         steps = list(enumerate(zip(*tiles_of(self.layout, self.mask, self.group), strict=True)))
         if self.axis is not None and self.gathers:
@@ -73,14 +73,14 @@ class About(NamedTuple):
             kv = coming
 
     def in_order_of_ranks(self, parts: list[Array]) -> Array:
-        """One part for the rank at each distance   ->   all of them along the tokens, that for rank 0 first."""
+        """One part for the rank at each distance   ->   all parts along the tokens, rank 0's first."""
         places = (self.index - np.arange(len(parts))) % len(parts)
         joined = jnp.moveaxis(jnp.stack(parts)[places], 0, -3)
         return joined.reshape(*joined.shape[:-3], -1, joined.shape[-1])
 
 
 def attend_by_tiles(about: About, q: Array, k: Array, v: Array, return_lse: bool) -> Any:
-    """o [B, h, n, d] of a rank's queries and the keys of all ranks; with their lse, if it is to be returned."""
+    """o [B, h, n, d] of a rank's queries and the keys of all ranks; with return_lse, also the lse."""
     names = () if about.axis is None else this_mesh().names(about.axis)
     names = tuple(sorted({*names, *(name for x in (q, k, v) for name in varying_axes(x))}))
     attended: Any = _attention(about, *(vary(x, names) for x in (q, k, v)))
@@ -103,7 +103,7 @@ def _forward(about: About, q: Array, k: Array, v: Array) -> tuple[tuple[Array, A
             total: Partial, box: Box, seen: Array | None, step: int = step, k: Array = keys, v: Array = values
         ) -> Partial:
             part = attend(box.rows(q), box.columns(k), box.columns(v), seen, about.scale)
-            if step:  # at step 0 a query sees itself at least, and nothing has been seen before
+            if step:  # at step 0 every query sees at least itself, and there is nothing to merge with
                 part = merged(Partial(*map(box.rows, total)), part)
             return Partial(*(written_at(x, rows, box.top) for x, rows in zip(total, part, strict=True)))
 
@@ -139,7 +139,7 @@ def _backward(about: About, kept: tuple[Array, ...], gradients: tuple[Array, Arr
     elif about.gathers:
         total = reduce_scatter(about.in_order_of_ranks(parts), about.axis, -2)
     else:
-        total = ring_shift(total, about.axis)  # home
+        total = ring_shift(total, about.axis)  # back to their owner
     dk, dv = total.astype(k.dtype)
     return dq.astype(q.dtype), dk, dv
 

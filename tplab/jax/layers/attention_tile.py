@@ -1,18 +1,18 @@
-"""Attention of some queries to some keys, and its derivatives from o and lse alone: what a rank does at one step.
+"""Attention of some queries to some keys, and its derivatives from o and lse alone: one step of a rank.
 
-The softmax over all keys is put together from tiles. Each gives means of values, o, and the logarithm of a sum of
-exponentials, lse, and two of them merge as
+The softmax over all keys is assembled from tiles. Each tile gives means of values, o, and the logarithm of a sum of
+exponentials, lse, and two tiles merge as
 
     lse = log(e^lse1 + e^lse2)      o = e^(lse1 - lse) o1 + e^(lse2 - lse) o2
 
-Where a query sees no key of a tile, the tile's lse is -inf, and it changes nothing. The backward pass only needs the
+If a query sees no key of a tile, the tile's lse is -inf, and it changes nothing. The backward pass only needs the
 merged o and lse. With s = scale q k^T, P = e^(s - lse), the shares of the whole softmax, and D = sum_d(do o):
 
     ds = P (do v^T - D)      dq = scale ds k      dk = scale ds^T q      dv = P^T do
 
 Dao et al. 2022, "FlashAttention", appendix B. Everything is computed in float32 at least.
 
-q, o [B, h, m, d]   k, v [B, g, t, d]   lse, D [B, h, m, 1]   seen [m, t], or None where all keys are seen. Each
+q, o [B, h, m, d]   k, v [B, g, t, d]   lse, D [B, h, m, 1]   seen [m, t], or None if all keys are seen. Each
 of the g key heads serves h/g query heads next to each other.
 """
 
@@ -32,8 +32,8 @@ from tplab.sequence import Tile
 State = TypeVar("State")
 
 BANDS = 4
-"""A tile that the mask leaves in part is computed in so many bands of rows, whose columns are whole blocks, also of a
-quarter of the tile. So of n x n scores under a causal mask, (1 + 1/4) n^2 / 2 are computed, not n^2 / 2."""
+"""A partly masked tile is computed in this many bands of rows, whose columns are whole blocks, each a quarter of the
+tile. So of n x n scores under a causal mask, (1 + 1/4) n^2 / 2 are computed, not n^2 / 2."""
 
 
 class Partial(NamedTuple):
@@ -62,7 +62,7 @@ def merged(one: Partial, other: Partial) -> Partial:
 def attend_backward(
     q: Array, k: Array, v: Array, seen: Array | None, scale: float, lse: Array, do: Array, mean: Array
 ) -> tuple[Array, Array, Array]:
-    """What this tile adds to dq, dk and dv. lse and mean = D are those of the whole softmax."""
+    """The contributions of this tile to dq, dk and dv. lse and mean = D are those of the whole softmax."""
     groups = k.shape[1]
     shares = jnp.exp(_scores(q, k, seen, scale) - _grouped(lse, groups))
     q, k, v, do = (x.astype(shares.dtype) for x in (_grouped(q, groups), k, v, _grouped(do, groups)))
@@ -80,12 +80,12 @@ def _scores(q: Array, k: Array, seen: Array | None, scale: float) -> Array:
 
 
 def _finite(x: Array) -> Array:
-    """x, with 0 for -inf: -inf minus itself is not a number."""
+    """x, with 0 for -inf, since -inf minus itself is NaN."""
     return jnp.where(x == -jnp.inf, 0, x)
 
 
 def _grouped(x: Array, groups: int) -> Array:
-    """[B, h, ..] -> [B, g, h/g, ..]: beside the key head that serves them."""
+    """[B, h, ..] -> [B, g, h/g, ..]: grouped by key head."""
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
 
@@ -98,7 +98,7 @@ def _by_head(x: Array) -> Array:
 
 
 class Box(NamedTuple):
-    """The place of some scores among this rank's queries and the keys that it has, and whether all of them are seen."""
+    """A range of this rank's queries and of its keys, and whether all scores in it are seen."""
 
     top: int
     bottom: int
@@ -122,8 +122,8 @@ class Band(NamedTuple):
 
 
 def bands_of(tile: Tile, num_queries: int, num_keys: int, most_rows: int) -> list[Band]:
-    """The tile cut into bands of at most so many rows. Where the mask leaves it in part, bands and their columns begin
-    and end at the blocks' edges, so that ranks whose masks differ a little take the same branch."""
+    """The tile cut into bands of at most `most_rows` rows. If it is partly masked, bands and their columns begin and
+    end at the edges of blocks, so that ranks whose masks differ slightly take the same branch."""
     rows, columns = tile.queries, tile.keys
     if tile.kind == "full":
         tops = [*range(rows.start, rows.stop, most_rows), rows.stop]
@@ -145,7 +145,7 @@ def bands_of(tile: Tile, num_queries: int, num_keys: int, most_rows: int) -> lis
 
 
 def _edges(size: int, parts: int) -> list[int]:
-    """Where so many parts of equal size, as far as possible, begin and end; those that are empty are left out."""
+    """The edges of `parts` parts of sizes as equal as possible, without empty parts."""
     return sorted({part * size // parts for part in range(parts + 1)})
 
 
@@ -156,10 +156,10 @@ def of_this_rank(
     add: Callable[[State, Box, Array | None], State],
     state: State,
 ) -> State:
-    """`add(state, box, seen)` for each band of the tile of the rank at `index`, known when the program runs: in the one
-    program of all ranks, each takes the branch of its own boxes.
+    """Apply `add(state, box, seen)` to each band of the tile of the rank at `index`, which is known only at run time:
+    all ranks run one program, and each takes the branch of its own boxes.
 
-    sizes   the number of queries, of keys, and of rows in a band at most
+    sizes   the number of queries, the number of keys, and the most rows of a band
     """
     bands = [bands_of(tile, *sizes) for tile in tiles]
     boxes = [tuple(band.box for band in of_rank) for of_rank in bands]

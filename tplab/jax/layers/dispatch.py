@@ -1,21 +1,21 @@
-"""Dispatch and combine: tokens travel to the ranks that hold their experts, and the results come back.
+"""Dispatch and combine: tokens are sent to the ranks that hold their experts, and the results come back.
 
-Each level takes T tokens and their choices among the experts that its ranks hold together, sends tokens on, lets the
-next level compute them there, and adds up what comes back:
+Each level takes T tokens and their choices among the experts that its ranks hold together, sends tokens to these ranks,
+where the next level computes them, and adds up the returned results:
 
     level(x [T, D], choices [T, k], weights [T, k])   ->   y [T, D] = sum_j weights_j expert_choices_j(x)
 
-So levels are put into one another: first to the node that holds an expert, and then to the rank inside of it. All are
-differentiable, since the collectives are; the backward pass sends what the forward pass did, in the other direction.
+So levels can be nested: first to the node that holds an expert, then to the rank inside it. All are differentiable,
+since the collectives are; the backward pass sends as much as the forward pass, in the other direction.
 
     per_rank     a token's row goes once to each rank that holds any of its experts, which returns their weighted sum
-    per_choice   a row for each choice, which is weighted when it has come back
-    gathered     all rows go to all ranks; each computes what its own experts, or its parts of all experts, have to do
+    per_choice   a row for each choice, which is weighted after it has come back
+    gathered     all rows go to all ranks; each computes its own experts, or its parts of all experts
     local        the experts of this rank
 
-XLA knows every shape before it knows a choice. So each place has slots for as many rows as may come, and slots that
-stay empty travel as zeros. `room` is how many rows one expert takes from a level's tokens at most: the capacity of the
-router decides how much is sent. (torch sends what there is.)
+XLA needs all shapes before the choices are known. So each destination has slots for as many rows as may come, and empty
+slots are sent as zeros. `room` is the most rows that one expert takes from a level's tokens: the capacity of the router
+decides how much is sent. (torch sends only actual rows.)
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tplab.mesh import Axis
 
 Level = Callable[[Array, Array, Array | None, int], Array]
 """(x [T, D], choices [T, k], weights [T, k], room) -> y [T, D]. Experts count from 0 within a level, and -1 is none.
-Without weights all are 1."""
+None for weights means 1."""
 
 
 def local(compute: Callable[[Array], Array], experts: int) -> Level:
-    """The experts of this rank. compute(rows [experts, N, D]) gets the rows of each, and zeros."""
+    """The experts of this rank. compute(rows [experts, N, D]) receives the rows of each, padded with zeros."""
 
     def level(x: Array, choices: Array, weights: Array | None, room: int) -> Array:
         chosen = choices[None] == jnp.arange(experts)[:, None, None]  # [experts, T, k]
@@ -49,7 +49,7 @@ def local(compute: Callable[[Array], Array], experts: int) -> Level:
 
 
 def per_rank(axis: Axis, experts: int, inner: Level) -> Level:
-    """Of `experts` experts each of the R ranks of `axis` holds E/R neighbours.
+    """Each of the R ranks of `axis` holds E/R neighbouring ones of `experts` experts.
 
     sent   to each other rank: min(T, E/R room) rows of D numbers, each with k choices (4 B each) and k weights; back:
            the rows
@@ -77,7 +77,7 @@ def per_rank(axis: Axis, experts: int, inner: Level) -> Level:
 
 
 def per_choice(level: Level) -> Level:
-    """Each choice by itself, as if it were a token that has chosen one expert; the weights stay at home."""
+    """Treat each choice as a token that has chosen one expert; the weights are not sent."""
 
     def each(x: Array, choices: Array, weights: Array | None, room: int) -> Array:
         num_choices = choices.shape[-1]
@@ -89,9 +89,9 @@ def per_choice(level: Level) -> Level:
 
 
 def gathered(axis: Axis, experts: int, inner: Level, *, is_split: bool = False) -> Level:
-    """Every rank of `axis` gets the tokens of all, and returns to each the sum of what the ranks have computed.
+    """Every rank of `axis` receives the tokens of all ranks, and each token's results are summed over the ranks.
 
-    is_split   each rank holds a part of every expert, and not some of the experts whole
+    is_split   whether each rank holds a part of every expert, instead of some whole experts
     sent       (R-1) times its rows, choices (4 B each) and weights; back: (R-1) rows for each token
     """
     num_ranks = axis_size(axis)
@@ -117,7 +117,7 @@ def _slots(goes: Array, slots: int) -> Array:
 
 
 def _padded(x: Array, empty: int = 0) -> Array:
-    """x [T, ..] -> [T + 1, ..], where the last row is that of an empty slot."""
+    """x [T, ..] -> [T + 1, ..]: the last row is for empty slots."""
     return jnp.concatenate([x, jnp.full_like(x[:1], empty)])
 
 

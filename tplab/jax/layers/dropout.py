@@ -1,4 +1,4 @@
-"""Dropout whose masks agree where ranks hold the same array, and differ where they do not."""
+"""Dropout whose masks agree between ranks that hold the same array, and differ between others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ def dropout(x: Array, p: float, *, key: Any, axis: Axis | None = None) -> Array:
     """Each element of x set to zero with probability p, the others divided by 1 - p.
 
     key    the same on every rank; a new one for each draw, as always in JAX
-    axis   along which ranks hold different data and draw different masks; along the other axes they draw the same one.
-           None: x is the same on every rank, outside the parallel regions, and stays so: JAX's types know it.
+    axis   the axis along which ranks hold different data and draw different masks; along others they draw the same.
+           None: x is the same on every rank, outside the parallel regions, and stays so by JAX's types.
            "tp": x is sharded over tp, inside a region or under sequence parallelism.
            ("dp", "tp"), or "dp" outside the regions: with data parallelism, where each rank has its own batch
     backward  dx = dy times the same mask; nothing is sent
 
-    Raises ValueError where the types say that the key already differs along an axis, as `rank_key()` does, and x does
-    not.
+    Raises ValueError if by JAX's types the key differs along an axis, as `rank_key()` does, and x does not.
     For evaluation leave it out, or pass p=0.
     """
     if not 0 <= p < 1:

@@ -1,4 +1,4 @@
-"""A mixture of experts over ranks: each rank of an axis holds some of the experts, and tokens travel to them."""
+"""A mixture of experts over ranks: each rank of an axis holds some of the experts, and tokens are sent to them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class ParallelExperts:
     up [E/R, H, D]   down [E/R, D, H]   and with "swiglu" gate [E/R, H, D]
     y_t = sum_j weights_tj down_e (silu(gate_e x_t) * up_e x_t),  e = choices_tj
 
-    dispatch    how tokens travel. Sent to each other rank, in rows of D numbers, forward and again backward, if an
-                expert takes C of a rank's tokens at most (`Routing.room`; all T without a capacity):
-      "all_to_all"   E/R C rows, one for each choice that there may be, and as many back
+    dispatch    how tokens are sent. Rows of D numbers to each other rank, forward and again backward, if an expert
+                takes at most C of a rank's tokens (`Routing.room`; all T without a capacity):
+      "all_to_all"   E/R C rows, one for each possible choice, and as many back
       "per_rank"     min(T, E/R C) rows: one for all of a token's experts there, with k choices and weights
       "gather"       T rows to every rank, and the results' sum back, whatever is chosen
       "two_levels"   axis=(outer, inner): once to each outer position, which is a node, and there once to each rank
-    tensor_axis       each expert's H features are cut over these ranks too, which exchange their tokens inside of it
+    tensor_axis       each expert's H features are also cut over the ranks of this axis, which exchange their tokens
     same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added up:
                       2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
 
-    All ranks have the same number of tokens. Of a rank's tokens an expert computes no more than C, which a router with
-    the same capacity chooses. Differentiate the mean of the ranks' losses, and all gradients are right.
-    Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
+    All ranks have the same number of tokens. An expert computes at most C of a rank's tokens, as chosen by a router
+    with the same capacity. Differentiate the mean of the ranks' losses, and all gradients are right.
+    Raises ShapeError if R does not divide E, or the ranks of tensor_axis H.
     """
 
     width: int
@@ -60,7 +60,7 @@ class ParallelExperts:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         rows, columns = P(self.axis, self.tensor_axis), P(self.axis, None, self.tensor_axis)
         return {name: columns if name == "down" else rows for name in names_of(self.activation)}
 
@@ -77,7 +77,7 @@ class ParallelExperts:
         return all_reduce(y, self.tensor_axis) if self.tensor_axis is not None and self.same_tokens else y
 
     def _level(self, params: Params) -> Level:
-        """What the tokens of this rank go through."""
+        """The dispatch of this rank's tokens."""
         here = share(self.routing.experts, self.axis, "experts")
         level = local(lambda rows: mlp(params, rows, self.activation), here)
         if self.tensor_axis is not None and not self.same_tokens:
@@ -95,16 +95,16 @@ class ParallelExperts:
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """A router and its experts; with `shared` features, an MLP beside them that every token goes through.
+    """A router and its experts; with `shared` features, also an MLP that every token uses.
 
-    x [..., D], this rank's own tokens   ->   y [..., D], and what the router chose (`Routed`), for its losses
+    x [..., D], this rank's own tokens   ->   y [..., D], and the router's choices (`Routed`), for its losses
 
         y, routed = layer(params, x)
         loss = task_loss(y) + 0.01 * balance_loss(routed)
 
-    choices   given to a call, [T, k] whole numbers replace the router's own; the weights stay its own. Programs that
-              must route alike, as training after generation, record routed.choices and replay them. All are followed,
-              whatever the capacity, so that there are slots for all T tokens at each expert
+    choices   [T, k] whole numbers passed to a call replace the router's choices; the weights stay the router's.
+              Programs that must route alike, as training after generation, record routed.choices and replay them. All
+              are followed, whatever the capacity, so that there are slots for all T tokens at each expert
     Every rank holds the router and the shared MLP whole. See `Router` and `ParallelExperts`.
     """
 
@@ -136,7 +136,7 @@ class MixtureOfExperts:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         found = {"router": self.router.specs, "experts": self.experts.specs}
         return found | ({"shared": dict.fromkeys(names_of(self.activation), P())} if self.shared else {})
 
@@ -151,7 +151,7 @@ class MixtureOfExperts:
     def __call__(self, params: Params, x: Array, choices: Array | None = None) -> tuple[Array, Routed]:
         rows = x.reshape(-1, x.shape[-1])
         routed = self.router(params["router"], rows, choices)
-        experts = self.experts  # choices that are given may be more than the capacity of these tokens
+        experts = self.experts  # replayed choices may exceed the capacity
         if choices is not None:
             experts = replace(experts, routing=replace(self.routing, capacity=None))
         y = experts(params["experts"], rows, routed).reshape(x.shape)
@@ -159,7 +159,7 @@ class MixtureOfExperts:
 
 
 def names_of(activation: str) -> tuple[str, ...]:
-    """The weights of an MLP."""
+    """The names of the weights of an MLP."""
     return ("gate", "up", "down") if activation == "swiglu" else ("up", "down")
 
 

@@ -1,8 +1,8 @@
-"""Linear layers whose weights are spread over an axis of the mesh, and the MLP made of two of them.
+"""Linear layers whose weights are sharded over an axis of the mesh, and the MLP made of two of them.
 
 A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
-what they contribute. As a pair they need one sum in the forward pass and one in the backward pass, whatever
-elementwise function is between them (Shoeybi et al. 2019, section 3).
+their contributions. As a pair they need one sum in the forward pass and one in the backward pass, whatever elementwise
+function is between them (Shoeybi et al. 2019, section 3).
 
 With `sequence_dim` the activations outside the pair are sharded along that dim (Korthikanti et al. 2022, section
 4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.
@@ -51,7 +51,7 @@ class ColumnParallelLinear:
     gather_output   y [..., F] on every rank: one more all_gather
     sequence_dim    x is this rank's piece along that dim: all_gather(x) first; dx = reduce_scatter(dy @ weight). Each
                     sends (R-1)/R of the whole x
-    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator f.
+    Raises ShapeError if R does not divide F. Shoeybi et al. 2019, operator f.
     """
 
     in_features: int
@@ -64,7 +64,7 @@ class ColumnParallelLinear:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P(self.axis)} | ({"bias": P(self.axis)} if self.bias else {})
 
     def init(self, key: Any) -> Params:
@@ -97,10 +97,10 @@ class RowParallelLinear:
     The bias is added once, after the sum: added before, it would count R times.
 
     input_is_parallel   False: x [..., F] is the same on every rank, and each takes its piece of it
-    sequence_dim        y is this rank's piece along that dim: reduce_scatter in place of all_reduce, (R-1)/R of all y.
+    sequence_dim        y is this rank's piece along that dim: reduce_scatter instead of all_reduce, (R-1)/R of all y.
                         The bias is then added to pieces, and its gradient is summed: 2(R-1)/R of D in backward
     reduce_output       False: y is this rank's part of the sum, to be summed together with others; needs bias=False
-    Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator g.
+    Raises ShapeError if R does not divide F. Shoeybi et al. 2019, operator g.
     """
 
     in_features: int
@@ -117,7 +117,7 @@ class RowParallelLinear:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P(None, self.axis)} | ({"bias": P()} if self.bias else {})
 
     def init(self, key: Any) -> Params:
@@ -137,7 +137,7 @@ class RowParallelLinear:
         if not self.reduce_output:
             return part
         y = leave(part, self.axis, self.sequence_dim)
-        return y + shared(params["bias"], self.axis, self.sequence_dim) if self.bias else y
+        return y + shared(params["bias"], None if self.sequence_dim is None else self.axis) if self.bias else y
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class ParallelMLP:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {name: part.specs for name, part in self._parts.items()}
 
     def init(self, key: Any) -> Params:
@@ -205,7 +205,7 @@ class ParallelMLP:
 
 
 def enter(x: Array, axis: Axis, sequence_dim: int | None) -> Array:
-    """All of x on every rank, on its way into work that the ranks divide; its gradient is the sum of theirs."""
+    """All of x on every rank, where it enters work that the ranks divide; its gradient is the sum of theirs."""
     if sequence_dim is None:
         return copy_to(x, axis)
     check_sequence_dim(x.shape, sequence_dim)
@@ -226,14 +226,14 @@ def linear(x: Array, weight: Array) -> Array:
     return jnp.einsum("...i,oi->...o", x, weight)
 
 
-def shared(parameter: Array, axis: Axis, sequence_dim: int | None) -> Array:
-    """A parameter that all ranks hold, on its way into use. Under sequence parallelism each rank uses it on its own
-    part of the sequence, so its gradient must be summed. Here the sum cannot be forgotten."""
-    return parameter if sequence_dim is None else copy_to(parameter, axis)
+def shared(parameter: Array, sequence_axis: Axis | None) -> Array:
+    """A parameter that all ranks hold, where it is used. Under sequence parallelism each rank uses it on its own part
+    of the sequence, so its gradient must be summed, which this function ensures."""
+    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 def share(size: int, axis: Axis, what: str) -> int:
-    """How many of `size` things each rank has. Raises ShapeError where they cannot be shared equally."""
+    """How many of `size` elements each rank has. Raises ShapeError if they cannot be shared equally."""
     return sharding.share(size, axis_size(axis), f"{what} is", axis=axis, least=1)
 
 
@@ -244,7 +244,7 @@ def check_share(size: int, axis: Axis, what: str) -> None:
 
 
 def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) -> None:
-    """Raise ShapeError where a rank's weight has a different shape."""
+    """Raise ShapeError if a rank's weight has a different shape."""
     if tuple(weight.shape) != shape:
         raise ShapeError(
             f"{layer}: each of the {axis_size(axis)} ranks of axis {axis!r} holds a weight {list(shape)}, but got "
@@ -253,5 +253,5 @@ def check_weight(layer: str, weight: Array, shape: tuple[int, ...], axis: Axis) 
 
 
 def with_bias(weight: Array, num_biases: int, spec: P) -> Params:
-    """A layer's first parameters. The zeros, too, have the type of a rank's piece, so that their gradient has it."""
+    """A layer's initial parameters. The zeros also have the type of a rank's piece, so that their gradient does."""
     return {"weight": weight} | ({"bias": here(jnp.zeros(num_biases, weight.dtype), spec)} if num_biases else {})

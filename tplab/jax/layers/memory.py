@@ -1,4 +1,4 @@
-"""What JAX keeps from the forward to the backward pass, and how to keep less of it under sequence parallelism."""
+"""The arrays that JAX keeps for the backward pass, and how to keep fewer under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tplab.jax.tracing.jaxprs import LAYOUTS, called
 
 
 def saved_tensors(fn: Callable[..., Any], params: Any, *args: Any) -> SavedTensors:
-    """What fn(params, *args) keeps for its backward pass: each array once, and nothing computed from params alone.
+    """The arrays that fn(params, *args) keeps for its backward pass, each once, without those from params alone.
 
         saved_tensors(model.loss, params, ids, targets).bytes      # inside a rank's program: what this rank keeps
 
     These are the arrays that `jax.vjp` passes from the forward to the backward pass. The same array in another layout
-    (reshape, transpose) counts once. Nothing is run. Where both passes are compiled together, XLA may compute the
-    results of cheap operations, such as a norm's or gelu's, a second time instead of keeping them.
+    (reshape, transpose) counts once. Nothing is run. If both passes are compiled together, XLA may recompute the
+    results of cheap operations, such as a norm or gelu, instead of keeping them.
     """
     leaves, structure = jax.tree.flatten((params, *args))
     num_params = len(jax.tree.leaves(params))
@@ -52,20 +52,20 @@ def saved_tensors(fn: Callable[..., Any], params: Any, *args: Any) -> SavedTenso
 
 
 def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, but of what `all_gather` returns inside it only this rank's piece is kept for the backward pass.
+    """`fn`, but of the results of `all_gather` inside it, only this rank's piece is kept for the backward pass.
 
-    Sequence parallelism gathers the inputs of attention and of the MLP. Kept whole, they are the only two tensors of a
-    layer that are not divided by the number of ranks R. Gathered a second time for the backward pass, they are too.
+    Sequence parallelism gathers the inputs of attention and of the MLP. Kept whole, these are the only two tensors of a
+    layer that are not divided by the number of ranks R. Gathered again for the backward pass, they are divided too.
 
     forward   as fn
     backward  as that of fn, after one more all_gather for each of the forward pass: (R-1)/R of the whole
-    Korthikanti et al. 2022, section 4.2.2. It is jax.checkpoint, with a policy that keeps all but what was gathered.
+    Korthikanti et al. 2022, section 4.2.2. It is jax.checkpoint with a policy that keeps all but gathered arrays.
     """
     return jax.checkpoint(fn, policy=lambda primitive, *_, **__: primitive.name != "all_gather")
 
 
 class _Origin(NamedTuple):
-    """Where a value of a jaxpr comes from: the value that it equals up to its layout, the operation that made it, and
+    """The origin of a value of a jaxpr: the value that it equals up to its layout, the operation that made it, and
     whether it depends on parameters alone."""
 
     key: Any

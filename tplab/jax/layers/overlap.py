@@ -1,12 +1,12 @@
-"""Overlapped linear layers: products whose communication travels while they are computed (collective matmul).
+"""Overlapped linear layers: matrix products that overlap with their own communication (collective matmul).
 
 A product that needs an all_gather before it is cut into one product per piece: while one piece is multiplied, the next
-is on its way. A product that needs a reduce_scatter after it is cut into one product per part: while one part is
-computed, the sum of those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation
-via decomposition"; Megatron's tp-comm-overlap is the same over tokens.
+is being sent. A product that needs a reduce_scatter after it is cut into one product per part: while one part is
+computed, the sum of the previous ones is being sent. Wang et al. 2023, "Overlap communication with dependent
+computation via decomposition"; Megatron's tp-comm-overlap is the same over tokens.
 
-A hop and the product beside it are independent, and that is all XLA has to know to overlap them: nothing here has to be
-started or waited for. The backward pass is the same loop in reverse, and overlaps as well.
+A hop and the product beside it are independent, which is all that XLA needs to overlap them: nothing has to be started
+or waited for. The backward pass is the same loop in reverse, and overlaps as well.
 
 R ranks, index i. Pieces travel as in `ring`: "up" to i + 1, "down" to i - 1, "both" half of the pieces each way,
 "split" half of every piece each way. A sum is rounded once per hop.
@@ -56,7 +56,7 @@ def all_gather_matmul(x: Array, weight: Array, axis: Axis, *, dim: int = -1, dir
     backward    dx = matmul_reduce_scatter(dy, weight.T): R-1 hops beside 2R products. dweight is made from the
                 pieces that arrived in the forward pass
     memory      all pieces of x and the weight are kept for the backward pass
-    Raises ShapeError where the sizes do not fit.
+    Raises ShapeError if the sizes do not fit.
     """
     ring, by_tokens = ring_of("gather", x, weight, axis, dim, direction)
     if not by_tokens:
@@ -73,7 +73,7 @@ def matmul_reduce_scatter(x: Array, weight: Array, axis: Axis, *, dim: int = -1,
     forward     R-1 hops of y beside R products; the last one is this rank's own part
     backward    dx = all_gather_matmul(dy, weight.T), and dweight of the same pieces: R-1 hops of dy beside 2R products
     memory      x and weight are kept for the backward pass
-    Raises ShapeError where R does not divide F, or the tokens.
+    Raises ShapeError if R does not divide F, or the tokens.
     """
     ring, by_tokens = ring_of("scatter", x, weight, axis, dim, direction)
     if not by_tokens:
@@ -90,13 +90,13 @@ class AsyncLinear:
     x [..., D/R]   weight [R, F/R, D/R], in the order of the ring   bias [F/R]   ->   y [..., F/R]: this rank's features
     "gather"    all_gather_matmul: R-1 hops of x. weight[k] is multiplied with the k-th piece that arrives
     "scatter"   matmul_reduce_scatter: R-1 hops of y. weight[k] makes the k-th part that leaves, its own last
-    "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank for itself, nothing is sent. With one rank the
+    "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank by itself, nothing is sent. With one rank the
                 other modes do the same
     bias        one per feature of y, on the rank that has the feature; added once
 
     `async_weight` puts the weight of a blocking layer in this order; `blocking_weight` does the reverse. A layer's
     specs concatenate the pieces of all ranks, [R R, F/R, D/R].
-    Raises ShapeError where R does not divide D and F.
+    Raises ShapeError if R does not divide D and F.
     """
 
     in_features: int
@@ -113,7 +113,7 @@ class AsyncLinear:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P(self.axis)} | ({"bias": P(self.axis)} if self.bias else {})
 
     def init(self, key: Any) -> Params:
@@ -161,7 +161,7 @@ class AsyncLinear:
 
 @dataclass(frozen=True)
 class BlockingLinear:
-    """What AsyncLinear computes, with one collective and one product. Tests compare the two.
+    """The same as AsyncLinear, with one collective and one product. Tests compare the two.
 
     x [..., D/R]   bias [F/R]   ->   y [..., F/R]
     "gather"    weight [F/R, D]   y = all_gather(x, -1) @ weight.T + bias
@@ -182,7 +182,7 @@ class BlockingLinear:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         weight = P(None, self.axis) if self.mode == "scatter" else P(self.axis)
         return {"weight": weight} | ({"bias": P(self.axis)} if self.bias else {})
 

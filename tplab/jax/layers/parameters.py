@@ -1,6 +1,6 @@
-"""How parameters begin: those of the whole model, or inside a rank's program the rank's piece of the same numbers.
+"""Initial parameters: of the whole model or, inside a rank's program, the rank's piece of the same numbers.
 
-A model that is made with one key is the same on every mesh, to the last bit. Outside `run`, where XLA compiles each
+A model initialised with one key is the same on every mesh, to the last bit. Outside `run`, where XLA compiles each
 operation by itself, it is the same up to rounding.
 """
 
@@ -16,7 +16,7 @@ from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.sharding import P, cut
 
 Params = dict[str, Any]
-"""Names -> arrays or Params, named as in torch's state_dict, weights [out, in] as there."""
+"""Names -> arrays or Params, named as in torch's state_dict, with weights [out, in]."""
 
 
 def uniform(key: Any, shape: tuple[int, ...], spec: P, bound: float) -> Array:
@@ -30,7 +30,7 @@ def normal(key: Any, shape: tuple[int, ...], spec: P, deviation: float) -> Array
 
 
 def here(whole: Array, spec: P) -> Array:
-    """All of it outside `run`; inside, this rank's piece. A dim that does not divide is padded with zeros there."""
+    """The whole array outside `run`; inside, this rank's piece, with a dim that does not divide padded with zeros."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return whole
     for dim, entry in enumerate(spec):

@@ -1,4 +1,4 @@
-"""The engine of `overlap`: how pieces go around the ring and meet the weight."""
+"""The engine of `overlap`: how pieces go around the ring and are multiplied by the weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tplab.rings import DIRECTIONS, Lanes, RingPiece, gather_lanes, scatter_lane
 
 
 class Ring(NamedTuple):
-    """How one layer's arrays are cut into pieces that travel; `size` is a piece's, along the dim that is cut."""
+    """How one layer's arrays are cut into pieces for the ring; `size` is that of a piece along the dim that is cut."""
 
     mode: str
     axis: Axis
@@ -29,7 +29,7 @@ class Ring(NamedTuple):
     size: int
 
     def lanes(self) -> Lanes:
-        """This rank's pieces. Their owners are known only when the program runs."""
+        """This rank's pieces. Their owners are known only at run time."""
         lanes = gather_lanes if self.mode == "gather" else scatter_lanes
         return lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
 
@@ -39,7 +39,7 @@ class Ring(NamedTuple):
         return [lanes.own, *lanes.up, *lanes.down]
 
     def place(self, piece: RingPiece) -> int:
-        """Where a stacked weight has what belongs to a piece. In a scatter this rank's own part leaves last."""
+        """The index of a piece's block in a stacked weight. In a scatter this rank's own part comes last."""
         return piece.distance if self.mode == "gather" else (piece.distance - 1) % axis_size(self.axis)
 
 
@@ -52,12 +52,12 @@ def key_of(piece: RingPiece) -> _Key:
 
 
 def of_each(arrays: tuple[Array, ...], ring: Ring) -> dict[_Key, Array]:
-    """One array per piece, to look up."""
+    """The arrays by piece."""
     return {key_of(piece): array for piece, array in zip(ring.pieces(), arrays, strict=True)}
 
 
 def arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[RingPiece, Array]]:
-    """Every rank's x, piece by piece, this rank's own first; while one is used, the next is on its way."""
+    """Every rank's x, piece by piece, this rank's own first; while one is used, the next is being sent."""
     x, lanes = varying(x, ring.axis), ring.lanes()
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
     flights = {shift: _part(x, lane[0], ring, dim) for shift, lane in ways.items()}
@@ -68,7 +68,7 @@ def arrivals(x: Array, ring: Ring, dim: int) -> Iterator[tuple[RingPiece, Array]
             if hop < len(lane):
                 flights[shift] = ring_shift(flights[shift], ring.axis, shift)
                 coming.append((lane[hop], flights[shift]))
-        yield from arrived  # after the hops that follow: in reverse, a gradient leaves before the next is made
+        yield from arrived  # after the next hops: in reverse, a gradient is sent before the next is computed
         arrived = coming
     yield from arrived
 
@@ -83,7 +83,7 @@ def gathered(x: Array, weights: dict[_Key, Array], ring: Ring) -> Array:
 
 
 def sums(part: Callable[[RingPiece], Array], ring: Ring, dim: int) -> Array:
-    """The sum of what every rank's `part` makes for this rank; sums are on their way while the next part is made."""
+    """The sum of every rank's `part` for this rank; a sum is sent while the next part is computed."""
     lanes = ring.lanes()
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
     flights: dict[int, Array] = {}
@@ -106,7 +106,7 @@ def _part(x: Array, piece: RingPiece, ring: Ring, dim: int) -> Array:
 
 
 def as_varying_as(x: Array, weight: Array, ring: Ring) -> Array:
-    """The weight, before it is cut: its gradient is then summed over data-parallel ranks once, not piece by piece."""
+    """The weight as varying as x, before it is cut, so that its gradient is summed over data-parallel ranks once."""
     return vary(varying(weight, ring.axis), tuple(varying_axes(x)))
 
 
@@ -114,12 +114,12 @@ def as_varying_as(x: Array, weight: Array, ring: Ring) -> Array:
 
 
 def cut(whole: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
-    """The pieces of a dim that has those of all ranks. The gradient is joined in one go."""
+    """The pieces of a dim that contains those of all ranks. The gradient is joined in one step."""
     return tuple(with_backward(_cut, _joined_gradient, [whole], ring, dim))
 
 
 def joined(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
-    """The array that has these pieces: the reverse of cut, and its gradient."""
+    """The array with these pieces: the reverse of cut, and its gradient."""
     return with_backward(_joined, _cut_gradient, pieces, ring, dim)[0]
 
 
@@ -154,7 +154,7 @@ def unstacked(weight: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
 
 
 def stacked(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
-    """The weight that has these pieces: the reverse of unstacked, and its gradient."""
+    """The weight with these pieces: the reverse of unstacked, and its gradient."""
     return with_backward(_stacked, _unstacked_gradient, pieces, ring, dim)[0]
 
 
@@ -184,7 +184,7 @@ def _unstacked_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> 
 
 
 def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    """An array to write piece by piece: XLA does this in place, where a concatenation would be copied."""
+    """An array to write piece by piece, which XLA does in place, while it would copy for a concatenation."""
     return vary(jnp.zeros(shape, like.dtype), tuple(varying_axes(like)))
 
 
@@ -194,7 +194,7 @@ def _empty(shape: tuple[int, ...], like: Array) -> Array:
 def ring_of(mode: str, x: Array, weight: Array, axis: Axis, dim: int, direction: str) -> tuple[Ring, bool]:
     """The ring of a call of one of the two functions, and whether tokens are cut rather than features.
 
-    Raises ShapeError where sizes do not fit.
+    Raises ShapeError if sizes do not fit.
     """
     op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
     one_of("direction", direction, DIRECTIONS)

@@ -19,10 +19,10 @@ from tplab.sharding import P
 
 
 class Routed(NamedTuple):
-    """What a router has chosen for T tokens.
+    """The choices of a router for T tokens.
 
     choices   [T, k] whole numbers: each token's experts, the best first; -1 where an expert had no room
-    weights   [T, k]: what their results are multiplied by; 0 where a choice was dropped
+    weights   [T, k]: the factors of their results; 0 where a choice was dropped
     scores    [T, E]: softmax or sigmoid of the logits   logits   [T, E]
     """
 
@@ -34,16 +34,16 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class Router:
-    """Chooses k of E experts for each token, by the rule of `routing`. Every rank holds all of it.
+    """Chooses k of E experts for each token, by the rule of `routing`. Every rank holds the whole router.
 
     x [..., D], T tokens   weight [E, D]   ->   Routed
     logits   x @ weight.T, in float32 at least    scores   softmax or sigmoid of them
     choices  the k largest of scores + bias       weights  scores[choices], normalized and scaled
     nothing is sent, forward or backward
 
-    bias      params may have one, [E], which `init` does not make. It is added where experts are chosen and not where
-              they are weighted, and has no gradient: see `balanced_bias`
-    choices   given to a call, these are replayed: the weights are still this router's, and have its gradient
+    bias      params may have one, [E], which `init` does not create. It affects the choice of experts but not their
+              weights, and has no gradient: see `balanced_bias`
+    choices   choices passed to a call are replayed: the weights are still this router's, and have its gradient
     """
 
     width: int
@@ -51,7 +51,7 @@ class Router:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P()}
 
     def init(self, key: Any) -> Params:
@@ -74,7 +74,7 @@ class Router:
 
 
 def _chosen(scores: Array, rule: Routing) -> Array:
-    """The k experts with the highest scores, of the best groups alone; of equal ones the first. [T, E] -> [T, k]."""
+    """The k experts with the highest scores in the best groups; of equal ones, the first. [T, E] -> [T, k]."""
     if rule.top_groups < rule.groups:
         grouped = scores.reshape(-1, rule.groups, rule.group_size)
         of_group = lax.top_k(grouped, min(2, rule.group_size))[0].sum(-1)
@@ -94,7 +94,7 @@ def _with_room(choices: Array, rule: Routing) -> Array:
 
 
 def chosen_counts(routed: Routed, axis: Axis | None = None) -> Array:
-    """How many choices fall on each expert [E], over all ranks of `axis` where one is given."""
+    """How many choices fall on each expert [E], over all ranks of `axis` if it is given."""
     counts = jax.nn.one_hot(routed.choices, routed.scores.shape[-1], dtype=jnp.int32).sum((0, 1))
     return counts if axis is None else all_reduce(counts, axis)
 
@@ -107,13 +107,13 @@ def balance_loss(
     sequence_axis: Axis | None = None,
     sequence: int | None = None,
 ) -> Array:
-    """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
+    """E sum_e f_e p_e: 1 if tokens choose all experts equally, at most E/k if all choose the same k.
 
     over            "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
                     "global": those of all ranks along `axis`, which the other two do not accept
-    sequence_axis   along which ranks share each sequence: what "microbatch" and "sequence" count is spread over them
-    An axis is an all_reduce of E numbers, for each sequence. p is the mean of this rank's scores, as probabilities. So
-    the mean of the ranks' losses is that of the whole batch.
+    sequence_axis   the axis whose ranks share each sequence: "microbatch" and "sequence" count over all of them
+    Each axis costs an all_reduce of E numbers, for each sequence. p is the mean of this rank's scores, as
+    probabilities. So the mean of the ranks' losses is that of the whole batch.
     Raises ValueError if an axis does not go with `over`. See tplab.experts.losses for the equations and their sources.
     """
     tokens, experts = routed.scores.shape
@@ -134,9 +134,9 @@ def z_loss(routed: Routed) -> Array:
 
 
 def excess_load(routed: Routed, bias: Array) -> Array:
-    """0 [], with a gradient of the bias [E]: E times how many more choices than the mean fall on each expert.
+    """0 [], whose gradient with respect to the bias [E] is E times each expert's choices in excess of the mean.
 
-    So what adds up gradients, over microbatches and ranks, adds up loads. bias -= rate * sign(gradient) is
+    So adding up gradients over microbatches and ranks adds up loads. bias -= rate * sign(gradient) is
     `balanced_bias`.
     """
     counts = chosen_counts(routed)
@@ -145,12 +145,12 @@ def excess_load(routed: Routed, bias: Array) -> Array:
 
 
 def balanced_bias(bias: Array, counts: Array, rate: float = 1e-3) -> Array:
-    """The next bias of a router: higher by `rate` for experts that were chosen less often than the mean, else lower.
+    """The next bias of a router: higher by `rate` for experts below the mean count, lower for those above it.
 
         bias = balanced_bias(bias, chosen_counts(routed, "ep"))     after each step
 
-    bias + rate * sign(mean(counts) - counts); counts [E] are of all ranks that train the router. It takes the place of
-    a balance loss, and changes no gradient. Wang et al. 2024 (arXiv:2408.15664); DeepSeek-V3 trains with it at 0.001.
+    bias + rate * sign(mean(counts) - counts); counts [E] are of all ranks that train the router. It replaces a balance
+    loss, and changes no gradient. Wang et al. 2024 (arXiv:2408.15664); DeepSeek-V3 trains with it at 0.001.
     """
     loads = counts.astype(bias.dtype)
     return bias + rate * jnp.sign(loads.mean() - loads)

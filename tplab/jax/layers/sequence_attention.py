@@ -1,20 +1,19 @@
 """Attention over a sequence that ranks share (context parallelism): how a query sees the keys of other ranks.
 
-    ring_attention        keys and values travel around a ring, and each rank merges what its queries see of them
+    ring_attention        keys and values go around a ring, and each rank merges its queries' attention to them
     gather_attention      every rank gathers all keys and values, and computes the rows of its own queries
     head_attention        ranks exchange tokens for heads: each computes some heads of the whole sequence
-    head_ring_attention   heads are exchanged along one axis, and keys and values travel along another
+    head_ring_attention   heads are exchanged along one axis, and keys and values go around a ring along another
 
 The results are the same, and so are the gradients. p ranks, S tokens, n = S/p on each, in a layout of `tplab.sequence`:
 
     q [B, h, n, d]   k, v [B, g, n, d]   ->   o [B, h, n, d]; query head i is served by key head i // (h/g)
 
 The mask is causal, or a window |i - j| < window, or both; `documents` are the lengths of documents that are packed into
-the sequence, and a token sees its own only. A tile of scores that the mask leaves empty is not computed: ranks with
-different tiles take different branches of the one compiled program. Of a tile that is masked in part, four bands of
-rows are computed, each from the first to the last quarter of the columns that it needs: of the triangle of n x n,
-5/8 n^2 scores, where torch's kernels compute n^2 / 2. At most n x S scores per head exist at a time, in
-`ring_attention` n x n.
+the sequence, and a token sees only its own. A fully masked tile of scores is not computed: ranks with different tiles
+take different branches of the one compiled program. Of a partly masked tile, four bands of rows are computed, each from
+the first to the last quarter of the columns that it needs: for the triangle of n x n, 5/8 n^2 scores, while torch's
+kernels compute n^2 / 2. At most n x S scores per head exist at a time, in `ring_attention` n x n.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ def ring_attention(
     dropout: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
-    """Attention in which keys and values travel around the ring of `axis`, a tile of scores beside each hop.
+    """Attention in which keys and values go around the ring of `axis`, with a tile of scores computed during each hop.
 
     forward    p-1 hops of k and v, stacked
-    backward   p-1 hops of k and v again, and p of dk and dv, in float32 at least: the last one takes them home
+    backward   p-1 hops of k and v again, and p of dk and dv, in float32 at least: the last one returns them
     scale      of the scores, above 0; None: 1/sqrt(d)
     return_lse    return (o, lse [B, h, n]): the logarithm of each query's sum of exponentials, without a gradient
-    Raises ShapeError where the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
+    Raises ShapeError if the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
     Liu et al. 2023, "Ring attention with blockwise transformers".
     """
     mask = AttentionMask(causal, window, documents)
@@ -114,7 +113,7 @@ def head_attention(
 
     forward    an all_to_all of q, one of k and v, stacked, and one of o: (p-1)/p of each is sent
     backward   the same of their gradients
-    Other arguments, and errors, as for `ring_attention`; also a ShapeError where p does not divide h and g.
+    Other arguments, and errors, as for `ring_attention`; also a ShapeError if p does not divide h and g.
     Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
     mask = AttentionMask(causal, window, documents)
@@ -137,10 +136,10 @@ def head_ring_attention(
     dropout: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
-    """Heads are exchanged along `head_axis`, then keys and values travel around the ring of `ring_axis`.
+    """Attention with heads exchanged along `head_axis`, and keys and values passed around the ring of `ring_axis`.
 
-    The layout is over the p ranks of both: that at index i of the ring and j of the heads has place i p_head + j,
-    which is what P(None, None, (ring_axis, head_axis)) cuts.
+    The layout is over the p ranks of both: the rank at index i of the ring and j of the heads has place i p_head + j,
+    as cut by P(None, None, (ring_axis, head_axis)).
     forward, backward    those of `head_attention` over p_head ranks, then those of `ring_attention` over p_ring
     Other arguments, and errors, as for both. Fang and Zhao 2024, "USP".
     """
@@ -156,7 +155,7 @@ def head_ring_attention(
 def _about(
     op: str, q: Array, k: Array, v: Array, axis: Axis, layout: Layout, mask: AttentionMask, scale: Any, dropout: float
 ) -> About:
-    """What the call of a function computes with a ring of `axis`, checked."""
+    """The checked description of a call with a ring of `axis`."""
     factor = check_attention(op, q, k, v, scale, dropout)
     return About(axis, layout_of(layout, q.shape[2], axis_size(axis)), mask, factor)
 
@@ -175,7 +174,7 @@ def _exchanged(about: About, op: str, q: Array, k: Array, v: Array, axis: Axis, 
 
 
 def _ordered(x: Array, order: np.ndarray) -> Array:
-    """x [.., m, d] with its tokens in another order. So is its gradient, in the order before: nothing is added up."""
+    """x [.., m, d] with its tokens reordered. Its gradient is reordered back, without adding anything up."""
     return with_backward(_taken, _taken_back, [x], tuple(order.tolist()))[0]
 
 
@@ -193,7 +192,7 @@ def _taken_back(dys: list[Array], axes: Any, order: tuple[int, ...]) -> list[Arr
 def token_positions(
     num_tokens: int, axis: Axis, *, layout: LayoutName = "contiguous", documents: Sequence[int] = ()
 ) -> Array:
-    """The positions [n] of the tokens that this rank of `axis` has of a whole sequence: ids[:, positions] are its ids.
+    """The positions [n] of this rank's tokens in the whole sequence: ids[:, positions] are its ids.
 
     documents   lengths of packed documents: positions in the token's own document, as RoPE needs them
     """

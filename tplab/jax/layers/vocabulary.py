@@ -1,6 +1,6 @@
-"""The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
+"""The vocabulary, sharded over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
 
-Of V vocabulary entries each of R ranks has ceil(V / R): rank i has those from i * ceil(V / R) on. The last ranks'
+Each of R ranks has ceil(V / R) of the V vocabulary entries: rank i has those from i * ceil(V / R) on. The last ranks'
 weights and logits are padded to that number, since all ranks run one program. The logits are never gathered: the loss
 needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
 """
@@ -48,7 +48,7 @@ class VocabParallelEmbedding:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"weight": P(self.axis)}
 
     def init(self, key: Any) -> Params:
@@ -83,7 +83,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Array:
-    """The loss of torch.nn.functional.cross_entropy, of logits whose vocabulary is spread over `axis` (R ranks).
+    """The loss of torch.nn.functional.cross_entropy, for logits whose vocabulary is sharded over `axis` (R ranks).
 
     logits [..., n], this rank's entries, n = ceil(V/R)   ids [...], the same on every rank
       ->  the loss, the same on every rank: a scalar, or [...] for "none"
@@ -91,11 +91,11 @@ def vocab_parallel_cross_entropy(
     With z the logits less their maximum m over all entries, e the label_smoothing and t the id:
     forward   loss = log sum_v exp z_v - (1-e) z_t - e/V sum_v z_v     averaged over the tokens that are not ignored
     backward  dlogits = softmax(logits) - (1-e) [v = t] - e/V, times dloss     nothing is sent
-    cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), where
+    cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), while
               gathering the logits would send (R-1)/R V per token
 
     No logit is too large, since exp is only taken of numbers up to 0. 16-bit logits are converted to float32, and the
-    loss is float32 then. Columns beyond the vocabulary, which pad the last ranks' logits, are ignored and get no
+    loss is then float32. Columns beyond the vocabulary, which pad the last ranks' logits, are ignored and get no
     gradient. An id outside the vocabulary gives NaN. Raises ShapeError for logits of another width.
     """
     ids = _ids(ids)
@@ -136,7 +136,7 @@ def pad_vocabulary(weight: Any, num_ranks: int) -> Array:
 
 
 def _entries_here(vocab_size: int, axis: Axis) -> tuple[Array, int, Array]:
-    """The first entry of this rank, how many entries each rank has, and this rank's position."""
+    """(the first entry of this rank, how many entries each rank has, this rank's position)."""
     num_entries, index = len(cut(vocab_size, axis_size(axis), "ceil")[0]), axis_index(axis)
     return index * num_entries, num_entries, index
 

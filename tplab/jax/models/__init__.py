@@ -1,1 +1,1 @@
-"""Models of these layers, and the unsharded models that they are compared with."""
+"""Models made of these layers, and the unsharded models that they are compared with."""

@@ -1,4 +1,4 @@
-"""A classifier whose linear layers overlap with their communication, or block: one model in two forms.
+"""A classifier whose linear layers overlap with their communication or block: one model in two forms.
 
 Between the layers each rank holds its share of the features, as in S. Lippe's tutorial on asynchronous linear layers:
 the input layer needs no communication, each block one gather and one scatter, the output layer one sum.
@@ -34,8 +34,8 @@ class ParallelMLPBlock:
     norm      RMSNorm of all W features: one all_reduce of 1 number per token
     up        W -> H: the pieces of x are gathered        down   H -> W: the parts of y are scattered
     overlap   True: AsyncLinear, R-1 hops beside R products. False: all_gather before up, reduce_scatter after down
-    cost      (R-1)/R of all of x is gathered and the same is scattered, either way
-    One key gives the same model either way. Raises ShapeError where R does not divide width and hidden.
+    cost      (R-1)/R of all of x is gathered and the same is scattered, in either form
+    One key gives the same model in both forms. Raises ShapeError if R does not divide width and hidden.
     """
 
     width: int
@@ -64,7 +64,7 @@ class ParallelMLPBlock:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return {"norm": self.norm.specs, "up": self.up.specs, "down": self.down.specs}
 
     def init(self, key: Any) -> Params:
@@ -84,7 +84,7 @@ class ParallelClassifier:
     x [..., I], the same on every rank   ->   logits [..., C], the same on every rank
     input     each rank computes its own W/R features: nothing is sent
     blocks    ParallelMLPBlock(width, expansion * width), overlapped or blocking
-    output    each rank's features' part of the logits, summed by one all_reduce, which blocks
+    output    the contributions of each rank's features to the logits, summed by one blocking all_reduce
     """
 
     in_features: int
@@ -113,7 +113,7 @@ class ParallelClassifier:
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return nested(classifier_specs(self.num_layers, self.axis, overlap=self.overlap))
 
     def init(self, key: Any) -> Params:

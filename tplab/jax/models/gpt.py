@@ -1,4 +1,4 @@
-"""A GPT of this package's layers. On a mesh whose axis has one rank it is the whole model."""
+"""A GPT made of this package's layers. On a mesh whose axis has one rank it is the whole model."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ class Parts:
         return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
 
     def _counted_over(self, over: str) -> dict[str, Axis | None]:
-        """What `balance_loss` is given: the ranks among which are the tokens that it counts together."""
+        """The axes for `balance_loss`, over whose ranks tokens are counted together."""
         found = self.context_axis, self.axis if self.sequence_parallel else None
         if over == "global":
             return {"axis": _names(self.data_axis, self.expert_axis, *found)}
         return {"sequence_axis": _names(*found)}
 
     def _block(self, number: int, params: Params, x: Array, *balance: Array, drops: Drops) -> Any:
-        """x + attention(norm(x)), then x + mlp(norm(x)), or the block's experts in place of the MLP.
+        """x + attention(norm(x)), then x + mlp(norm(x)), with the block's experts instead of the MLP if it has any.
 
-        x [B, S, D]   ->   the same; from the first experts on, with the balance losses [] of all blocks so far
+        x [B, S, D]   ->   the same; from the first block with experts on, also the balance losses [] so far
         """
         x = x + drops(self._attention(params["attention"], self._norm(params["norm_1"], x)))
         y, experts = self._norm(params["norm_2"], x), self.config.experts_in(number)
@@ -84,8 +84,8 @@ class Parts:
     def _experts(self, about: GPTExperts, params: Params, x: Array) -> tuple[Array, Array]:
         """x [B, S, D]   ->   y [B, S, D], and the balance loss [], times its factor.
 
-        The ranks of the tensor axis hold features of every expert. They all have the same tokens; under sequence
-        parallelism each has its own, which they exchange.
+        The ranks of the tensor axis hold features of every expert. They all have the same tokens or, under sequence
+        parallelism, each has its own, which they exchange.
         """
         width = self.config.width
         rows, rule = x.reshape(-1, width), about.routing
@@ -155,20 +155,21 @@ class GPT(Parts):
     cost                per block: 2 all_reduces of [B, S, D] forward and 2 backward (Shoeybi et al. 2019)
     sequence_parallel   between attention and MLP each rank holds S/R of the sequence: 2 all_gathers and 2
                         reduce_scatters per block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
-    data_axis           along which ranks have different ids, and draw different dropout masks
-    context_axis        along which ranks share each sequence: ids are those of this rank's tokens, in this `layout`
-                        (`tplab.sequence`), and attention sees the others' by this `scheme`: "ring", "gather" or "head"
-    expert_axis         along which ranks hold different experts, if the config has any, and have different ids; their
-                        tokens travel by this `dispatch` (`ParallelExperts`)
+    data_axis           the axis along which ranks have different ids, and draw different dropout masks
+    context_axis        the axis along which ranks share each sequence: ids are those of this rank's tokens, in this
+                        `layout` (`tplab.sequence`), and attention sees the others' by this `scheme`: "ring", "gather"
+                        or "head"
+    expert_axis         the axis along which ranks hold different experts, if the config has any, and have different
+                        ids; their tokens are sent by this `dispatch` (`ParallelExperts`)
 
-    `loss` is the mean cross-entropy, computed on the sharded logits; with experts, the logits come with their balance
-    losses, and `loss` has added these. With a key there is dropout, without it none.
-    Where R does not divide the vocabulary, `pad_vocabulary` pads embedding.weight so that the ranks can share it.
+    `loss` is the mean cross-entropy, computed on the sharded logits. With experts, the balance losses are returned with
+    the logits, and added in `loss`. There is dropout only with a key.
+    If R does not divide the vocabulary, `pad_vocabulary` pads embedding.weight so that the ranks can share it.
     """
 
     @property
     def specs(self) -> Params:
-        """How the parameters lie on the mesh."""
+        """How the parameters are sharded."""
         return nested(gpt_specs(self.config, self.axis, self.expert_axis))
 
     def init(self, key: Any) -> Params:
@@ -190,7 +191,7 @@ class GPT(Parts):
 
     def loss(self, params: Params, ids: Array, targets: Array, *, key: Any = None) -> Array:
         """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted. With a context axis,
-        of the tokens of all its ranks."""
+        the mean is over the tokens of all its ranks."""
         outputs, size, axis = self(params, ids, key=key), self.config.vocab_size, self.context_axis
         logits, balance = outputs if isinstance(outputs, tuple) else (outputs, 0.0)
         if axis is None:
@@ -201,7 +202,7 @@ class GPT(Parts):
 
 
 def _with(x: Array, *balance: Array) -> Any:
-    """x, or a tuple of x and the balance losses, where there are any."""
+    """x, or a tuple of x and the balance losses if there are any."""
     return (x, *balance) if balance else x
 
 
@@ -249,8 +250,8 @@ def gpt_layers(
     layer L + 1          x -> logits [B, S, n]           norm, and the head, whose weight is tied to the embedding
 
     Under sequence parallelism x is this rank's piece [B, S/R, D], also between stages. With a context axis, S is the
-    number of tokens that each of its ranks has, in this layout. From the first block with experts on, the balance
-    losses [] so far travel with x, and are returned with the logits. The loss of the logits is
+    number of tokens on each of its ranks, in this layout. From the first block with experts on, the balance losses []
+    so far accompany x, and are returned with the logits. The loss of the logits is
     vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
     """
     how: dict[str, Any] = {"axis": axis, "sequence_parallel": sequence_parallel, "data_axis": data_axis}
@@ -277,7 +278,7 @@ class GPTEmbedding(Parts):
 
 @dataclass(frozen=True)
 class GPTBlock(Parts):
-    """Block `number`, or one that has what it has: x [B, S, D]   ->   x, and the balance losses [] so far, if any."""
+    """Block `number`, or one of the same kind: x [B, S, D]   ->   x, and the balance losses [] so far, if any."""
 
     number: int = 0
 
@@ -296,14 +297,14 @@ class GPTHead(Parts):
 
     def init(self, key: Any) -> Params:
         names = [name for name in gpt_parameters(self.config) if name.startswith("norm.")]
-        return _begin(self, ("embedding.weight", *names), key)  # the embedding first: drawn as in the first layer
+        return _begin(self, ("embedding.weight", *names), key)  # the embedding first, as in the first layer
 
     def __call__(self, params: Params, x: Array, *balance: Array) -> Any:
         return _with(self._embedding.logits(params["embedding"], self._norm(params["norm"], x)), *balance)
 
 
 def _begin(layer: Parts, names: Any, key: Any) -> Params:
-    """The parameters with these names, with the initial numbers of a GPT."""
+    """The parameters with these names, with the initial values of a GPT."""
     about, found = gpt_parameters(layer.config, layer.axis, layer.expert_axis), {}
     for number, name in enumerate(names):
         shape, spec, mean, deviation = about[name]

@@ -1,4 +1,4 @@
-"""A GPT-2 of `transformers` as tplab's GPT, and its weights laid out on a mesh.
+"""A GPT-2 of `transformers` as tplab's GPT, and its weights sharded over a mesh.
 
 config = gpt2_config(model.config)
 params = gpt2_params(model.state_dict(), config)
@@ -36,7 +36,7 @@ def gpt2_params(state: Mapping[str, Any], config: GPTConfig) -> Params:
 
 
 def shard_params(params: Params, specs: Any, mesh: Mesh, *, on: str = "simulated") -> Params:
-    """The same parameters, each rank's piece on its own device. `run` and `jax.jit` then take them as they are.
+    """The same parameters, each rank's piece on its own device. `run` and `jax.jit` then use them in place.
 
     specs   the same structure of P, such as a layer's `specs`, or one P for all
     on      as for `run`

@@ -1,8 +1,8 @@
 """The state of a model, whole or one piece per rank; written to files and read from them, for any mesh.
 
-The files are safetensors: one file for the whole state, or one per rank. Files can be read for another mesh: what 4
-ranks have saved, 2 ranks can load. Bits are only moved, never changed. Names in files are joined by dots, as torch's
-are, so that either framework reads what the other has written.
+The files are safetensors: one file for the whole state, or one per rank. Files can be read for another mesh: 2 ranks
+can load what 4 ranks saved. Bits are only moved, never changed. Names in files are joined by dots, as in torch, so that
+each framework can read the other's files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ State = Mapping[str, Any]
 
 
 def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
-    """What each rank of `mesh` holds of the whole parameters. (`run` does it by itself: in_specs=layer.specs.)
+    """What each rank of `mesh` holds of the whole parameters. (`run` does this itself: in_specs=layer.specs.)
 
     state   whole parameters, nested as layers have them        specs   the same structure of P: layer.specs
-    A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), of which the last are smaller.
-    Raises SpecError where the names of state and specs differ.
+    A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), the last ones smaller.
+    Raises SpecError if the names of state and specs differ.
     """
     return pure.split_state(state, specs, mesh)
 
@@ -34,8 +34,8 @@ def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
 def merge_state(states: Sequence[State], specs: State, mesh: Mesh) -> Params:
     """The whole parameters, of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
 
-    states   one per rank, as run(...).per_rank gives them. Where ranks hold copies, the lowest rank's is used
-    Raises ShapeError where the number of states is not the number of ranks, SpecError where names differ.
+    states   one per rank, as in run(...).per_rank. If ranks hold copies, the lowest rank's is used
+    Raises ShapeError if the number of states is not the number of ranks, SpecError if names differ.
     """
     return pure.merge_state(states, specs, mesh, jnp.concatenate)
 
@@ -48,7 +48,7 @@ def save_state(state: State, path: str | Path) -> None:
 
 
 def load_state(path: str | Path) -> Params:
-    """Read a state that save_state has written, nested again."""
+    """Read a state written by save_state, nested again."""
     from safetensors.flax import load_file
 
     return nested(load_file(str(path)))
@@ -63,7 +63,7 @@ def save_shards(states: Sequence[State], mesh: Mesh, folder: str | Path) -> None
 
 
 def load_shards(folder: str | Path, specs: State, saved_on: Mesh, mesh: Mesh) -> list[Params]:
-    """Read the files that ranks of the mesh `saved_on` have written, as the states of the ranks of `mesh`."""
+    """Read the files written by the ranks of the mesh `saved_on`, as the states of the ranks of `mesh`."""
     states = [load_state(path) for path in pure.shard_paths(folder, saved_on.size, must_exist=True)]
     return states if mesh == saved_on else split_state(merge_state(states, specs, saved_on), specs, mesh)
 

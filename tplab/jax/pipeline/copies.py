@@ -18,12 +18,12 @@ from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied, check_tied, check_tied_name
 
 Places = Sequence[tuple[int, int]]
-"""(rank, where in its flat array)."""
+"""(rank, index in its flat array)."""
 
 
 class Copies(NamedTuple):
-    """Elements that are copies of each other: `size` of them in the flat arrays of a kind. Those at `parts` are added
-    up, and the sum goes to `places`."""
+    """Elements that are copies of each other: `size` of them in the flat arrays of a kind. The elements at `parts` are
+    added up, and the sum goes to `places`."""
 
     kind: Kind
     size: int
@@ -32,7 +32,7 @@ class Copies(NamedTuple):
 
 
 def add_copies(gradients: Flat, blueprints: Blueprints, tied: Tied) -> Flat:
-    """Add up the gradients of stages that several ranks hold, and then of parameters tied by name; each copy gets the
+    """Add up the gradients of stages that several ranks hold, then those of parameters tied by name. Each copy gets the
     sum."""
     gradients = dict(gradients)
     for copies in [*_twice(blueprints), *_tied(blueprints, tied)]:
@@ -41,7 +41,7 @@ def add_copies(gradients: Flat, blueprints: Blueprints, tied: Tied) -> Flat:
 
 
 def once(gradients: Flat, blueprints: Blueprints) -> Flat:
-    """The gradients with zeros in place of every copy except the first, so that all ranks together have each once."""
+    """The gradients with every copy but the first set to zero, so that all ranks together have each once."""
     gradients = dict(gradients)
     for copies in [*_twice(blueprints), *_tied(blueprints, blueprints.tied)]:
         x = gradients[copies.kind]
@@ -53,8 +53,8 @@ def once(gradients: Flat, blueprints: Blueprints) -> Flat:
 
 
 def mean(gradients: Flat, data_axis: Axis | None) -> Flat:
-    """The mean over the data-parallel ranks. Experts, of which these hold different ones, are added up over those that
-    have copies, and divided by the number of all."""
+    """The mean over the data-parallel ranks. These hold different experts, whose gradients are added up over the ranks
+    that have copies, and divided by the number of all."""
     if data_axis is None:
         return gradients
     names, found = this_mesh().names(data_axis), dict(gradients)
@@ -68,7 +68,7 @@ def mean(gradients: Flat, data_axis: Axis | None) -> Flat:
 
 
 def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:
-    """The sums, made by one all_reduce, to which ranks without a part add zeros."""
+    """x with the copies summed by one all_reduce, to which ranks without a part contribute zeros."""
     own = [jnp.where(is_here, cut(x, begin, copies.size), 0) for is_here, begin in _here(copies.parts, blueprints)]
     total = all_reduce(sum(own), blueprints.axis)
     for is_here, begin in _here(copies.places, blueprints):
@@ -78,7 +78,7 @@ def _added(x: Array, copies: Copies, blueprints: Blueprints) -> Array:
 
 
 def _here(places: Places, blueprints: Blueprints) -> list[tuple[Array, Array]]:
-    """This rank's places as (whether there is one, where): as many entries as the rank with the most places has."""
+    """This rank's places as (whether there is one, its index), padded to the largest number of places of any rank."""
     each = [[begin for rank, begin in places if rank == place] for place in range(len(blueprints.placement))]
     most = max(map(len, each))
     table = np.array([begins + [-1] * (most - len(begins)) for begins in each], np.int32)

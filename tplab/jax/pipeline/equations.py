@@ -1,4 +1,4 @@
-"""The equations of a traced function, cut into parts: those that some results need, from a given point on."""
+"""The equations of a traced function, cut into parts that compute some results from given values."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tplab.jax.ranks.context import vary
 from tplab.jax.tracing.jaxprs import LAYOUTS, called, folded
 
 Var = Any
-"""A variable of a jaxpr: what an equation makes, or an input."""
+"""A variable of a jaxpr: the result of an equation, or an input."""
 
 _CHEAP = LAYOUTS | {
     "add", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "add_any", "select_n",
     "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "broadcast_in_dim", "convert_element_type",
     "stop_gradient",
 }  # fmt: skip
-"""What takes less time than to read its result from memory."""
+"""Operations that take less time than reading their result from memory."""
 
 
 class Part:
     """Some equations of a function, in order, as a function of their own.
 
-    takes   the variables it must be given       gives   what it returns: variables or literals
+    takes   the variables that it needs       gives   its results: variables or literals
     """
 
     def __init__(self, equations: Sequence[Any], takes: Sequence[Var], gives: Sequence[Any], consts: dict[Var, Any]):
@@ -38,7 +38,7 @@ class Part:
 
 
 class Equations:
-    """All equations of `function(*examples)`, with nested calls written out.
+    """All equations of `function(*examples)`, with nested calls inlined.
 
     `outputs` are the variables of its results; `inputs` are those of the examples. A result may be a literal.
     """
@@ -61,13 +61,13 @@ class Equations:
         return found
 
     def origin(self, var: Var, inside: set[Var]) -> Var:
-        """The earliest variable that has the same numbers in another layout, within `inside`."""
+        """The earliest variable within `inside` that has the same values in another layout."""
         while (before := self._before(var)) is not None and before in inside:
             var = before
         return var
 
     def without_cheap(self, variables: Iterable[Var], given: set[Var], data: set[Var]) -> list[Var]:
-        """Those that cheap operations cannot make from the others, from `given`, and from what is not `data`."""
+        """The variables that cheap operations cannot compute from the others, from `given`, or from non-`data`."""
         kept = self.in_order(variables)
         for var in reversed(kept[:]):
             if self._is_cheap(var, given.union(kept) - {var}, data):
@@ -139,7 +139,7 @@ def _evaluate(equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[
 
 
 def _inlined(inner: Any, values: Sequence[Any]) -> list[Any]:
-    """What a jaxpr computes, where calls are replaced by what they call."""
+    """Evaluate a jaxpr, with calls inlined."""
 
     def visit(eqn: Any, values: list[Any], _: Any) -> list[Any]:
         body = called(eqn)
@@ -149,7 +149,7 @@ def _inlined(inner: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def _results(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    if eqn.primitive.name == "pvary":  # what was kept may differ along more axes by its type than when it was made
+    if eqn.primitive.name == "pvary":  # the type of a kept value may differ along more axes than when it was made
         return [vary(x, eqn.params["axes"]) for x in values]
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **eqn.params)

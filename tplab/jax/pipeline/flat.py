@@ -1,4 +1,4 @@
-"""Arrays of many shapes, packed into flat ones. All ranks run one program, so what they hold must have one shape."""
+"""Arrays of many shapes, packed into flat ones. All ranks run one program, so their arrays must have the same shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tplab.jax.ranks.context import vary, varying_axes
 
 
 class Kind(NamedTuple):
-    """What can be in one flat array: a dtype, and the axes along which JAX's types say that ranks differ."""
+    """The elements that can share a flat array: of one dtype, and differing along the same axes by JAX's types."""
 
     dtype: str
     axes: tuple[str, ...]
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 
 Flat = dict[Kind, Array]
-"""One flat array a kind."""
+"""One flat array per kind."""
 Sizes = Mapping[Kind, int]
 
 
@@ -83,7 +83,7 @@ class Packing(NamedTuple):
         }
 
     def unpack(self, flat: Flat, begin: Mapping[Kind, Any] | None = None) -> list[Array]:
-        """The arrays again; `begin` says where in the flat ones they begin, if not at 0."""
+        """The reverse of `pack`. `begin` is where the arrays begin in the flat ones, if not at 0."""
         if begin is not None:
             flat = {kind: cut(flat[kind], begin[kind], size) for kind, size in self.sizes.items()}
         return [cut(flat[p.kind], p.begin, p.size).reshape(p.shape) for p in self.slots]
@@ -102,7 +102,7 @@ def add_at(x: Array, begin: Any, more: Array) -> Array:
 
 
 def kind_of(x: Any, axes: Iterable[str] = ()) -> Kind:
-    """The kind of an array or of its type; `axes` are added to those along which it differs."""
+    """The kind of an array or its type; `axes` are added to those along which it differs."""
     found = varying_axes(x) if isinstance(x, jax.Array) else varying_axes_of(x)
     return Kind(str(x.dtype), tuple(sorted({*found, *axes})))
 

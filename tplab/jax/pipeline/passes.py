@@ -6,16 +6,16 @@ The stage and its gradient are traced once, together:
 
 and the equations are sorted by what they depend on and by what needs them:
 
-    F   everything that does not wait for dy: y, and what JAX's `vjp` saves for its backward pass
+    F   everything that does not depend on dy: y, and what JAX's `vjp` saves for its backward pass
     B   the rest
     I   the part of B that dx needs
-    W   the part of B that dweights need and dx does not: for a linear layer dW = dy^T x. It takes the gradients that I
-        has met at the outputs of such products, so that nothing is computed twice: I and W together are the FLOPs of B
+    W   the part of B that dweights need and dx does not: for a linear layer dW = dy^T x. It reuses the gradients that I
+        computed at the outputs of such products, so that nothing is computed twice: I and W together have B's FLOPs
 
-What is computed from weights alone is not kept, since each pass can compute it again; nor are random keys, nor what
-additions, products and the like make from the rest, since that costs less than fetching it. The same numbers in another
-layout (reshape, transpose) are kept once. Where there is no dx, as in the first stage, I is what the gradients of
-several weights have in common.
+Values computed from weights alone are not kept, since each pass can recompute them; nor are random keys, nor values
+that elementwise operations compute from the rest, since that costs less than reading them from memory. The same values
+in another layout (reshape, transpose) are kept once. If there is no dx, as in the first stage, I is what the gradients
+of several weights have in common.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Arrays = tuple[Array, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """What is called in a stage: a layer with `init`, which is given its parameters first, or a function without any.
+    """A callable in a stage: a layer with `init`, which takes its parameters first, or a function without parameters.
 
     called    the layer or function
-    forward   what to call instead, with the layer and its parameters before the inputs
+    forward   a function to call instead, with the layer and its parameters before the inputs
     bare      whether it is a function that takes parameters first, though it has no `init`
     """
 
@@ -56,7 +56,7 @@ class Layer:
         return self.bare or hasattr(self.called, "init")
 
     def __call__(self, params: Any, inputs: Arrays, key: Any) -> Any:
-        """The layer's output. Only a layer that has a parameter `key` is given one."""
+        """The layer's output. `key` is passed only to a layer that has a parameter of this name."""
         given: tuple[Any, ...] = (params, *inputs) if self.has_params else inputs
         function = self.called
         if self.forward is not None:
@@ -66,7 +66,7 @@ class Layer:
         return function(*given)
 
     def same_as(self, other: Layer) -> bool:
-        """Whether it is known to do the same. A layer that cannot be compared counts as different."""
+        """Whether it is known to compute the same. A layer that cannot be compared counts as different."""
         try:
             return bool(self == other)
         except Exception:  # arrays in a layer, for one, are compared element by element
@@ -78,7 +78,7 @@ class Stage:
     """Consecutive layers of a model, run on one microbatch at a time.
 
     number             for messages
-    checkpoint_every   only what enters each group of this many layers is kept; the rest is recomputed
+    checkpoint_every   only the inputs of each group of this many layers are kept; the rest is recomputed
     """
 
     layers: tuple[Layer, ...]
@@ -107,7 +107,7 @@ class Stage:
         return inputs
 
     def same_as(self, other: Stage) -> bool:
-        """Whether it does the same, given the same inputs."""
+        """Whether it computes the same from the same inputs."""
         return len(self.layers) == len(other.layers) and all(map(Layer.same_as, self.layers, other.layers))
 
 
@@ -116,7 +116,7 @@ Loss = Callable[[Any, Any], Array]
 
 @dataclass(frozen=True)
 class Given:
-    """What a pass can have at any time, since it exists for the whole batch.
+    """Inputs that a pass can use at any time, because they exist for the whole batch.
 
     params       the stage's parameters
     inputs       of one microbatch, in the first stage        target   its target, in the last
@@ -139,13 +139,13 @@ class Given:
 class Traced:
     """A stage and its gradient as equations, and the roles of their variables.
 
-    params, fixed   the parameters; and everything that is given
-    arriving        what comes from the stage before; nothing for the first stage
+    params, fixed   the parameters; and everything in `Given`
+    arriving        the inputs from the previous stage; none for the first stage
     outputs         what F returns: the stage's outputs, or the loss
     ends            the gradients of the floating-point outputs, with which the backward pass begins
-    input_grads     those of the floating-point inputs that arrived
+    input_grads     those of the floating-point inputs among `arriving`
     param_grads     one per parameter
-    residuals       what the backward pass takes from the forward pass
+    residuals       what the backward pass uses from the forward pass
     """
 
     equations: Equations
@@ -191,7 +191,7 @@ def traced(stage: Stage, given: Given, arriving: Arrays, loss: Loss | None, axes
             return [y for y in outputs if is_float(y)], outputs
 
         floats, pull, outputs = jax.vjp(forward, params, [inputs[where] for where in places], has_aux=True)
-        ends = [y * 0 for y in floats]  # stand in for the gradients: separate variables, of the right types
+        ends = [y * 0 for y in floats]  # placeholders for the gradients: separate variables, of the right types
         param_grads, input_grads = pull(ends)
         groups = [outputs, ends, input_grads, jax.tree.leaves(param_grads), jax.tree.leaves(pull)]
         parts[:] = [len(group) for group in groups]
@@ -236,7 +236,7 @@ class Passes:
         self.early = [n for n in self.trained if gradients[n] in on_chain]
         self.late = [n for n in self.trained if gradients[n] not in on_chain]
         late = [gradients[n] for n in self.late]
-        # W begins where the chain passes by, and at what existed before the chain. Recomputation belongs to I.
+        # W starts from values on the chain, and from those that existed before it. Recomputation belongs to I.
         there = {v for v in (saved | ends | on_chain | (data - waits)) - fixed if not _is_key(v)}
         taken = {equations.origin(var, there) for var in equations.part(late, there).takes if var in there}
         self.weight_grad = equations.part(late, taken)
@@ -254,7 +254,7 @@ class Passes:
         return alone
 
     def _chain(self, known: set[Var]) -> set[int]:
-        """The places of the equations that the gradient passes through on its way to the inputs."""
+        """The places of the equations through which the gradient flows to the inputs."""
         traced, equations = self.traced, self.traced.equations
         if traced.input_grads:
             return equations.needed_for(traced.input_grads, known)
@@ -263,7 +263,7 @@ class Passes:
 
 
 def is_float(x: Any) -> bool:
-    """Whether a gradient can flow through such an array: token numbers and masks have none."""
+    """Whether a gradient can flow through such an array. Token ids and masks have none."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 

@@ -1,8 +1,8 @@
-"""The plan of a batch: what each rank does at each tick, what it sends, and where everything is. All of it is NumPy.
+"""The plan of a batch: what each rank does at each tick, what it sends, and where everything is stored, in NumPy.
 
-A schedule is known before the program runs. So every question of where and when is settled here, and the program only
-looks numbers up: which pass, which slot of which buffer, which ranks exchange. A slot is free again once its contents
-have been taken, so a buffer has only as many slots as the schedule needs at once.
+A schedule is known before the program runs. So everything is decided here, and the program only looks numbers up: which
+pass, which slot of which buffer, which ranks exchange. A slot is free again once its contents have been used, so a
+buffer has only as many slots as the schedule needs at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tplab.jax.pipeline.flat import Kind
 from tplab.schedules import Action, Schedule
 
 Pairs = tuple[tuple[int, int], ...]
-"""Who sends to whom in one exchange."""
+"""(source, target) of each message in one exchange."""
 
 
 class Buffer(NamedTuple):
@@ -37,14 +37,14 @@ class Buffer(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """What a program's passes keep: the buffers that F fills, those of them that W also needs, those that I fills."""
+    """What a program's passes keep: the buffers that F fills, those that W needs too, and the buffers that I fills."""
 
     saved: tuple[Buffer, ...]
     outlasting: frozenset[Buffer]
     left: tuple[Buffer, ...]
 
     def change(self, kind: str) -> int:
-        """The bytes that a pass of this kind adds to what is kept; negative where it frees some."""
+        """The bytes that a pass of this kind adds to those kept; negative if it frees some."""
         saved, outlasting, left = (sum(buffer.num_bytes for buffer in buffers) for buffers in self)
         return {"F": saved, "B": -saved, "I": left + outlasting - saved, "W": -left - outlasting}[kind]
 
@@ -56,11 +56,11 @@ class Plan:
     table     column -> [ticks, ranks]:
               "action"           the number of the pass in `passes`, counted from 1; 0 where the rank idles
               "stage", "microbatch", "home"   those of the action; home is the rank where the microbatch begins
-              "takes"            the slot of the inbox that holds what the action takes
-              ("arrives", n)     the slot of the inbox for what exchange n brings after the tick; -1: nothing
-              a Buffer           its slot that the action fills or reads
+              "takes"            the slot of the inbox that holds the action's input
+              ("arrives", n)     the slot of the inbox for the message of exchange n after the tick; -1: none
+              a Buffer           the slot of it that the action fills or reads
     passes    the (kind, program) pairs that are run
-    rounds    all different exchanges, as which rank sends to which; in the first, no rank sends
+    rounds    all distinct exchanges, as pairs of ranks; in the first, no rank sends
     round_of  [ticks, exchanges]: the round of each exchange after each tick
     inbox     the number of slots of the inbox
     stash     buffer -> its number of slots
@@ -110,8 +110,8 @@ class _Planner:
     def _messages(self) -> tuple[tuple[Pairs, ...], np.ndarray, int]:
         """Note what is sent and where it arrives: (rounds, round_of, slots of the inbox).
 
-        At each tick a rank sends at most one message, but it may receive several: the busiest receiver's number of
-        messages is the number of exchanges that follow.
+        At each tick a rank sends at most one message, but it may receive several: the number of exchanges after a tick
+        is the largest number of messages that any rank receives.
         """
         message = self.schedule.needs.message
         sent: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
@@ -138,7 +138,7 @@ class _Planner:
         return tuple(rounds), round_of, lies.most
 
     def _stash(self) -> dict[Buffer, int]:
-        """Note which slots hold what is kept. Returns buffer -> how many slots it needs."""
+        """Note the slots of everything that is kept. Returns buffer -> how many slots it needs."""
         lies: dict[Buffer, _Slots] = {}
         for action in sorted(self.actions, key=lambda a: self.ticks[self._place(a.kind, a)]):
             keeping = self.keeping[self.program_of[action.stage]]
@@ -154,7 +154,7 @@ class _Planner:
         return {buffer: slots.most for buffer, slots in lies.items()}
 
     def _users(self, action: Action, outlasts: bool) -> list[int]:
-        """The places of the actions that fill or read what this one keeps, in order."""
+        """The places of the actions that fill or read what this action keeps, in order."""
         first = self._place(action.kind, action)
         if action.kind == "I":
             return [first, self._place("W", action)]
@@ -167,7 +167,7 @@ class _Planner:
 
 
 class _Slots:
-    """The slots of one buffer, on each rank. They must be taken in the order of time."""
+    """The slots of one buffer, on each rank. Call `take` in the order of time."""
 
     def __init__(self, num_ranks: int):
         self._free: list[list[int]] = [[] for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Programs: what the stages of a model compute, traced once. Equal stages share a program, and its compiled branch."""
+"""Programs: the traced computation of a model's stages. Equal stages share a program and its compiled branch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Batch:
         self._targets = self._stacked([target for _, target in microbatches])
 
     def given(self, params: Any, is_first: bool, is_last: bool, microbatch: Array, place: Array) -> Given:
-        """What a pass over one microbatch is given."""
+        """The `Given` of a pass over one microbatch."""
 
         def one(tree: Any) -> Any:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), tree)
 
         inputs, target = one(self._inputs) if is_first else None, one(self._targets) if is_last else None
-        # with the types that the stage was traced with, or what dropout draws from them would not fit
+        # with the same types as when the stage was traced, otherwise dropout's random numbers would not fit
         if not isinstance(self._first, int) or self._first:
             microbatch = microbatch + jnp.asarray(self._first, jnp.int32)
         microbatch, place = vary(microbatch, self.axes), vary(place, self.axes)
@@ -59,11 +59,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Program:
-    """What a stage computes.
+    """The computation of a stage.
 
-    enters, leaves   how F's inputs and outputs are packed when they pass between stages
+    enters, leaves   how F's inputs and outputs are packed when they are sent between stages
     ends, returns    the same for gradients: those of the outputs, with which B and I begin, and those of the inputs
-    saved, left      where the stash holds what F keeps, and what I keeps for W: as `passes.saved` and `.left`
+    saved, left      the stash's buffers for what F keeps, and for what I keeps for W: see `Passes`
     """
 
     blueprint: Blueprint
@@ -103,7 +103,7 @@ class Program:
 def programs_of(
     blueprints: Blueprints, params: Flat, batch: Batch, loss: Loss, checkpoint_every: int | None
 ) -> tuple[list[Program], list[int]]:
-    """(the programs of a model's stages, which of them each stage runs)."""
+    """(the programs of a model's stages, the index of each stage's program)."""
     programs: list[Program] = []
     program_of: list[int] = []
     enters, last = Packing(()), len(blueprints.stages) - 1
@@ -126,7 +126,7 @@ def programs_of(
 def _traced(
     stage: Stage, blueprint: Blueprint, params: Flat, batch: Batch, enters: Packing, loss: Loss | None
 ) -> Program:
-    """The program of a stage that differs from all before it."""
+    """The program of a stage that differs from all earlier ones."""
     is_first, is_last = stage.number == 0, loss is not None
     if not is_first and not any(is_float(jnp.empty(0, slot.kind.dtype)) for slot in enters.slots):
         raise no_way_back(stage.number)

@@ -1,4 +1,4 @@
-"""A model as a list of layers, cut into stages. Each rank makes its own stages."""
+"""A model as a list of layers, cut into stages. Each rank initialises its own stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tplab.sharding import P
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One stage without its numbers: its layers, and the structure and layout of its parameters."""
+    """One stage without its values: its layers, and the structure and layout of its parameters."""
 
     layers: tuple[Layer, ...]
     structure: Any
@@ -54,7 +54,7 @@ class Blueprints:
 
     @property
     def sizes(self) -> dict[Kind, int]:
-        """The number of elements of each kind that a rank holds: those of the rank that has the most."""
+        """The number of elements of each kind on a rank, padded to the rank that has the most."""
         return largest(self.layout(rank) for rank in range(len(self.placement)))
 
     def layout(self, rank: int) -> Packing:
@@ -67,7 +67,7 @@ class Blueprints:
         return tuple(dict.fromkeys(self.placement[rank]))
 
     def begin(self, rank: int, stage: int) -> dict[Kind, int]:
-        """Where the parameters of a stage begin in the flat arrays of a rank that holds it."""
+        """The index at which the parameters of a stage begin in the flat arrays of a rank that holds it."""
         begin = dict.fromkeys(self.sizes, 0)
         for other in self.held(rank):
             if other == stage:
@@ -83,14 +83,14 @@ class Blueprints:
 
 @jax.tree_util.register_pytree_node_class
 class Stages:
-    """The parameters of this rank's stages, and how to run them. `train_batch` takes it as it is.
+    """The parameters of this rank's stages, and how to run them. Pass it to `train_batch`.
 
     It is a pytree whose leaves are the parameters, packed into flat arrays, one per dtype, and padded with zeros to the
-    size of the rank that has the most. So `jax.tree.map` and optax take it and its gradients; P("pp") puts it on the
+    size of the rank that has the most. So `jax.tree.map` and optax accept it and its gradients; P("pp") puts it on the
     mesh.
 
-    stages[n]   on a rank that holds stage n, its parameters, a list with one entry per layer. On other ranks the same
-                shapes, without meaning. Outside `run`, where P("pp") has joined the ranks' stages, any stage
+    stages[n]   on a rank that holds stage n, its parameters, a list with one entry per layer. On other ranks, arrays of
+                the same shapes without meaning. Outside `run`, where P("pp") has joined the ranks' stages, any stage
     partition   which layers each stage has             tied   which parameters are tied, by stage and name
     """
 
@@ -107,8 +107,8 @@ class Stages:
 
     @property
     def specs(self) -> Stages:
-        """How the parameters lie on the mesh, for in_specs and out_specs: P("pp") is enough unless something is also
-        spread over another axis."""
+        """The specs of the parameters, for in_specs and out_specs: P("pp") is enough unless some are also sharded over
+        another axis."""
         return Stages({kind: P(kind.axes) for kind in self.flat}, self.blueprints)  # type: ignore[misc]
 
     def __getitem__(self, stage: int) -> Any:
@@ -128,7 +128,7 @@ class Stages:
         blueprint = about.stages[stage]
         return blueprint.structure.unflatten(blueprint.layout.unpack(self.flat, begin))
 
-    __iter__ = None  # which stages a rank holds is not known while the program is traced
+    __iter__ = None  # a rank's stages are unknown while the program is traced
 
     def __repr__(self) -> str:
         return f"Stages of {len(self.blueprints.stages)} over {len(self.blueprints.placement)} ranks"
@@ -150,16 +150,16 @@ def stages_of(
     axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
 ) -> Stages:
-    """Cut a model into the stages of `schedule`, and make those of this rank. Call it inside a rank's program.
+    """Cut a model into the stages of `schedule`, and initialise those of this rank. Call it inside a rank's program.
 
     layers    LayerSpecs, layers that already exist, and functions (which have no parameters). A layer is an object with
               `init(key)`, which returns its parameters, and is called with them and its inputs. A layer or function
-              that has a parameter `key` is given a key of its own, made from the random key of the batch
+              that has a parameter `key` receives its own key, derived from the random key of the batch
     method    what is balanced over the ranks: see `tplab.pipeline.partition`
     bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
 
-    A layer's first weights depend only on the seed of the run and the layer's place in the list. So the model is the
-    same with any number of ranks and stages, and data-parallel copies agree. Each rank makes its own layers only.
+    A layer's initial weights depend only on the seed of the run and the layer's place in the list. So the model is the
+    same with any number of ranks and stages, and data-parallel copies agree. Each rank initialises only its own layers.
     """
     about = blueprints_of(layers, schedule, method, axis=axis, bounds=bounds)
     first = {place: tied[0] for tied in ties(layers).values() for place in tied}
@@ -186,7 +186,7 @@ def blueprints_of(
     axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
 ) -> Blueprints:
-    """What `stages_of` would make, without numbers, for parameters that exist. Called inside a rank's program."""
+    """The blueprints of `stages_of`, without values, for existing parameters. Called inside a rank's program."""
     label = ",".join(this_mesh().names(axis))
     require_ranks(schedule, axis_size(axis), label)
     made = cut_layers(
@@ -207,7 +207,7 @@ def blueprints_of(
 
 
 def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: Axis) -> Stages:
-    """Stages that all run `function(params, x)`. `params`: those of this rank's one stage, or a list, one per stage."""
+    """Stages that all run `function(params, x)`. `params`: of this rank's single stage, or a list, one per stage."""
     counts = {len(set(held)) for held in schedule.placement}
     (num_held,) = counts if len(counts) == 1 else (0,)
     given = [params] if num_held == 1 else params
@@ -230,7 +230,7 @@ def alike(function: Callable[..., Any], params: Any, schedule: Schedule, axis: A
 
 
 def as_params(stages: Stages) -> Any:
-    """The params that `alike` was given, from the stages that it made."""
+    """The params that were passed to `alike`, from the stages that it returned."""
     about = stages.blueprints
     one, each = about.stages[0], []
     for number in range(len(about.held(0))):
@@ -240,7 +240,7 @@ def as_params(stages: Stages) -> Any:
 
 
 def num_parameters(layers: Sequence[Any]) -> list[int]:
-    """The number of parameters of each layer. Nothing is made: only shapes are computed.
+    """The number of parameters of each layer. Only shapes are computed.
 
     A function has none: an embedding inside a lambda is neither counted nor trained.
     """
@@ -270,11 +270,11 @@ def _layer(layer: Any) -> Layer:
 
 
 _OF_LAYERS = 0x5A17
-"""Sets the keys of layers apart from others that are made of the run's seed."""
+"""Distinguishes the keys of layers from others derived from the run's seed."""
 
 
 def _init(layer: Layer, place: int) -> Any:
-    """The layer's parameters, drawn for its place in the model."""
+    """The layer's initial parameters, for its place in the model."""
     if not layer.has_params:
         return ()
     return layer.called.init(jax.random.fold_in(jax.random.fold_in(run_key(), _OF_LAYERS), place))

@@ -1,9 +1,9 @@
-"""The loop over a schedule's ticks: in each, a rank does what its row of the plan says, and then all ranks exchange.
+"""The loop over a schedule's ticks: in each, a rank executes its row of the plan, and then all ranks exchange.
 
-Two things keep it fast. What a rank carries from tick to tick is written in place: an action is a loop of one or no
-iterations, since XLA updates the carry of a loop in place, and copies that of a conditional. And each action increments
-a counter in that carry. So each depends on the one before, XLA sees their order, and need not copy for one action what
-another one reads.
+Two things keep it fast. The state that a rank carries from tick to tick is updated in place: an action is a loop of one
+or no iterations, since XLA updates the carry of a loop in place, but copies that of a conditional. And each action
+increments a counter in that carry. So each depends on the previous one, and XLA, which sees their order, need not copy
+for one action what another one reads.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Ticks:
             for rank in range(len(about.placement)):
                 for held in about.held(rank):
                     begin[rank, held] = about.begin(rank, held)[kind]
-            if begin.any():  # otherwise it is known while the program is compiled
+            if begin.any():  # otherwise it is a constant
                 columns["begin", kind] = np.take_along_axis(begin, stage.T, axis=1).T
         return columns
 
@@ -123,7 +123,7 @@ def _when(condition: Array, update: Callable[[Carry], Carry], carry: Carry) -> C
 
 
 def _exchange(pairs: Pairs, axis: Axis, message: Flat) -> Flat:
-    """What each rank receives if these send. All ranks take part in the same exchange, so none waits in another one."""
+    """What each rank receives from these sends. All ranks take part in the same exchange, so none waits in another."""
     if not pairs:
         return message
     with jax.named_scope("tplab.send"):
@@ -142,13 +142,13 @@ Row = dict[Any, Array]
 
 
 class State(NamedTuple):
-    """What a rank carries from tick to tick.
+    """The state that a rank carries from tick to tick.
 
-    message   what its last action has made for another stage, packed
-    inbox     what has arrived for later actions, one slot each
+    message   the packed result of its last action for another stage
+    inbox     received inputs of later actions, one slot each
     stash     what passes keep for later passes: each buffer has one slot per microbatch in flight
-    grads     of its parameters, added up so far
-    loss      of its microbatches, added up so far
+    grads     of its parameters, accumulated so far
+    loss      of its microbatches, accumulated so far
     count     of its actions
     """
 
@@ -161,9 +161,9 @@ class State(NamedTuple):
 
 
 class Act:
-    """An action that has begun.
+    """An action in progress.
 
-    row             where to find what it needs
+    row             where to find its inputs
     params          the parameters of all stages of the rank
     message_sizes   the length of messages
     share           a microbatch's share of the batch's loss
@@ -180,7 +180,7 @@ class Act:
         self._known = dict(zip(program.passes.traced.fixed, given.flat()[0]))
 
     def do(self, kind: str) -> State:
-        """The state after it: F, B, I or W."""
+        """Execute F, B, I or W. Returns the state after it."""
         does = {"F": self._forward, "B": self._backward, "I": self._input_grad, "W": self._weight_grad}
         does[kind]()
         return self._state._replace(count=self._state.count + 1)
@@ -221,11 +221,11 @@ class Act:
     # --- where things are ----------------------------------------------------------------------------------------
 
     def _taken(self) -> Flat:
-        """What has arrived for this action."""
+        """The received input of this action."""
         return {kind: at(x, self._row["takes"]) for kind, x in self._state.inbox.items()}
 
     def _take_ends(self) -> None:
-        """Take the gradients of the outputs. The gradient of the loss is its share."""
+        """Get the gradients of the outputs. The gradient of the loss is the microbatch's share."""
         program = self._program
         if program.is_last:
             (kind,) = program.ends.sizes
@@ -253,7 +253,7 @@ class Act:
         return results[after:]
 
     def _add(self, numbers: Sequence[int], grads: Sequence[Array]) -> None:
-        """Add to the gradients of the parameters that have these numbers."""
+        """Add to the gradients of the parameters with these numbers."""
         total = dict(self._state.grads)
         for number, grad in zip(numbers, grads, strict=True):
             slot = self._program.blueprint.layout.slots[number]

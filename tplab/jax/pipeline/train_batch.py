@@ -48,44 +48,43 @@ def train_batch(
         loss, grads = run(step, Mesh(pp=4), x, y, out_specs=(P(), P("pp"))).value
 
     schedule      any `Schedule`, made by a rule or by hand; it is checked first
-    stages        what `stages_of` makes; or (function, params), where every stage is function(params, x), with this
-                  rank's own params: a list of them where it holds several stages
+    stages        the result of `stages_of`; or (function, params), where every stage is function(params, x), with this
+                  rank's own params: a list of them if it holds several stages
     microbatches  one pair (input, target) each, all of one shape. Only the first stage reads the inputs, and only the
                   last reads the targets; a tuple as input is several arrays
     loss          loss(output, target) -> a scalar
     ->            the mean of the microbatches' losses, the same on every rank; and its gradients, which have the form
                   of `stages`: Stages, or the structure of params
 
-    data_axis     along which ranks hold copies of the stages and have different microbatches: losses and gradients are
-                  the mean over it
-    average       False: gradients stay those of this rank's own microbatches, for an optimizer that combines them along
-                  data_axis itself, as that of `shard_optimizer` does
+    data_axis     the axis along which ranks hold copies of the stages and have different microbatches: losses and
+                  gradients are the mean over it
+    average       False: gradients stay those of this rank's own microbatches, for an optimizer that itself combines
+                  them along data_axis, as that of `shard_optimizer` does
     tied          parameters that are tied: [((0, "0.weight"), (3, "2.weight"))] says by stage and name (which begins
                   with the layer's place in its stage) that their gradients are added up, and each gets the sum.
-                  `stages_of` finds them. Copies of one stage on two ranks (Chimera, DualPipe) are tied without being
-                  named
-    checkpoint_every  only what enters each group of this many layers of a stage is kept; the rest is recomputed in the
-                  backward pass
+                  `stages_of` finds them. Copies of one stage on two ranks (Chimera, DualPipe) are always tied
+    checkpoint_every  only the inputs of each group of this many layers of a stage are kept; the rest is recomputed in
+                  the backward pass
     costs         how long actions take on the clock that counts steps, which `run` has without a cluster; without it,
-                  they take no time. So the trace can be laid over `simulate(schedule, costs, lockstep=True)`
-    first         the number of the first microbatch, where the batch of one optimizer step is run in several calls:
-                  dropout draws as if it were one call
-    key           the batch's random key, the same on every rank: layers that have a parameter of this name are given a
-                  key made only from it, the microbatch and the layer's place in the model. So dropout draws the same
+                  they take no time. So the trace can be compared with `simulate(schedule, costs, lockstep=True)`
+    first         the number of the first microbatch, if the batch of one optimizer step is run in several calls, so
+                  that dropout draws as in one call
+    key           the batch's random key, the same on every rank: layers that have a parameter of this name receive a
+                  key derived only from it, the microbatch and the layer's place in the model. So dropout draws the same
                   numbers in every schedule of the same layers, recomputed or not
 
     What each action does:
-        F   take the input, run the stage, keep what the backward pass needs (what JAX's `vjp` keeps, without weights,
-            and without what is cheaper to recompute); the last stage also computes the loss
+        F   run the stage on its input, keep what the backward pass needs (what JAX's `vjp` keeps, without weights, and
+            without values that are cheaper to recompute); the last stage also computes the loss
         B   from the gradient of the output, compute that of the input and those of the parameters
         I   compute that of the input only; keep what W needs, free the rest       W   compute those of the parameters
     B is I and W at once, to the FLOP. An overlapped pair runs one after the other. A STEP is left to the caller.
 
     The trace has each action as an event, with the bytes that the rank then holds for backward passes (`held`).
-    Ranks run in lock-step: a tick is over when its slowest rank is, and its messages have arrived. A message is one
+    Ranks run in lock-step: a tick ends when its slowest rank is done and its messages have arrived. A message is one
     flat array per dtype, as long as the longest between any two stages; a rank with nothing to send sends nothing.
     Stages of the same layers are compiled once.
-    Raises ScheduleError and ShapeError, with an explanation, where schedule, stages, microbatches and axis do not fit
+    Raises ScheduleError and ShapeError, with an explanation, if schedule, stages, microbatches and axis do not fit
     together.
     """
     made = _stages(schedule, stages, axis)
@@ -111,9 +110,9 @@ def evaluate_batch(
 ) -> Array:
     """Run one batch through a pipeline, forward only: the loss that `train_batch` returns.
 
-    The arguments are those of `train_batch`. The schedule's forward passes run in their order, each as soon as its
-    input has arrived. Nothing is kept, and only what passes from stage to stage is sent. Layers are given no key, so
-    dropout drops nothing.
+    The arguments are those of `train_batch`. The schedule's forward passes run in order, each as soon as its input has
+    arrived. Nothing is kept, and only activations are sent from stage to stage. Layers receive no key, so dropout drops
+    nothing.
     """
     made = _stages(schedule, stages, axis)
     ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, None, costs, 0, None, is_forward_only=True)
@@ -163,7 +162,7 @@ def _ticks(
 
 
 def _check_no_mean(stages: Stages, data_axis: Axis) -> None:
-    """Raise ValueError for a layer whose gradients are the mean over a part of `data_axis` already."""
+    """Raise ValueError for a layer whose gradients are already the mean over a part of `data_axis`."""
     for layer in (layer.called for stage in stages.blueprints.stages for layer in stage.layers):
         means: Callable[[], Collection[str]] | None = getattr(layer, "axes_of_mean_gradients", None)
         if means is not None and (both := sorted(set(means()).intersection(this_mesh().names(data_axis)))):
@@ -186,7 +185,7 @@ def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:
 
 
 def _own(stages: Stages, axes: tuple[str, ...]) -> Flat:
-    """The parameters, each rank's own along `axes`, so that gradients are added up along them once, at the end."""
+    """The parameters, declared to differ along `axes`, so that gradients are added up along them once, at the end."""
     for kind, x in stages.flat.items():
         if more := varying_axes(x) - {*kind.axes, *axes}:
             raise ShapeError(

@@ -1,1 +1,1 @@
-"""Where a rank's program runs: devices, the compiled program, and what it was compiled from."""
+"""How a rank's program runs: devices, the compiled program, and what it was compiled from."""

@@ -32,7 +32,7 @@ def this_mesh() -> Mesh:
 
 @contextmanager
 def random_key(key: Any) -> Iterator[None]:
-    """Inside, `rank_key` derives its keys from this one."""
+    """A context in which `rank_key` derives its keys from this one."""
     token = _root_key.set(key)
     try:
         yield
@@ -51,7 +51,7 @@ def run_key() -> Any:
 
 
 def rank_key() -> Any:
-    """This rank's own random key, from the seed of the `run` and the rank's number: it differs from rank to rank.
+    """This rank's own random key, derived from the seed of the `run` and the rank's number; it differs between ranks.
 
     Split it for further numbers, like any JAX key: `a, b = jax.random.split(rank_key())`. Every call returns the same.
     """
@@ -70,15 +70,15 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def vary(x: Any, names: tuple[str, ...]) -> Any:
-    """`x`, declared to differ along axes: the values stay, and its gradient becomes the sum over each axis' ranks."""
+    """`x`, declared to differ along axes: its values stay, and its gradient becomes the sum over the axes' ranks."""
     missing = tuple(name for name in names if name not in varying_axes(x))
     return pvary(x, missing) if missing else x
 
 
 @contextmanager
 def without_mesh(devices: Iterable[Any], *arrays: Any) -> Iterator[None]:
-    """Inside, there is no mesh of `jax.set_mesh`: a run has its own, of these devices. Raises MeshError where JAX
-    cannot do that."""
+    """A context without the mesh of `jax.set_mesh`, because a run has its own mesh of these devices. Raises MeshError
+    if JAX cannot do that."""
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes:
         raise MeshError(

@@ -1,8 +1,8 @@
-"""The devices that ranks run on: accelerators where the mesh fits on them, otherwise CPU devices that JAX simulates.
+"""The devices that ranks run on: accelerators if the mesh fits on them, otherwise CPU devices that JAX simulates.
 
-Some things must be fixed before JAX is first used, and cannot be changed after. So importing `tplab.jax` fixes them:
+Some settings must be fixed before JAX is first used, and cannot be changed later. So importing `tplab.jax` fixes them:
 the number of CPU devices, how many threads serve them, and how long ranks may wait for each other. With one thread per
-core, which is XLA's choice, a few programs in flight on a small machine starve each other; and when a rank has waited
+core, which is XLA's default, a few programs in flight on a small machine starve each other; and when a rank has waited
 for 40 seconds, XLA ends the process.
 """
 
@@ -24,18 +24,18 @@ from tplab.jax.private import at_first_use, knows_patience_flag
 from tplab.mesh import Mesh
 
 NUM_CPU_DEVICES = 16
-"""CPU devices that JAX gets when nobody asks for more; one that is not used costs nothing."""
+"""The default number of CPU devices; an unused device costs nothing."""
 
-_MOST_CPU_DEVICES = 1024  # that tplab asks for; with 2,048 the first message takes 15 seconds
+_MOST_CPU_DEVICES = 1024  # that tplab requests; with 2,048 the first message takes 15 seconds
 
-# A device may run two programs at once, one of which waits for other devices that are still in the one before; each
-# holds a thread. With 2 threads per device nothing has starved, with 1.5 everything has; 3 make a product 5% slower.
+# A device may run two programs at once, one of which waits for devices that still run the other; each holds a thread.
+# With 2 threads per device nothing has starved, with 1.5 everything has; 3 make a product 5% slower.
 _THREADS_A_DEVICE = 3
 
 _PATIENCE = "xla_cpu_collective_call_terminate_timeout_seconds"
-_PATIENCE_SECONDS = 600  # a rank that computes for long is no failure; one that never comes should still be noticed
+_PATIENCE_SECONDS = 600  # long enough for a rank that computes; short enough to notice one that never comes
 
-_threads = [os.cpu_count() or 1]  # XLA's choice, until we have arranged for more
+_threads = [os.cpu_count() or 1]  # XLA's default, until we request more
 
 
 def prepare(num_devices: int = NUM_CPU_DEVICES) -> None:
@@ -51,7 +51,7 @@ def prepare(num_devices: int = NUM_CPU_DEVICES) -> None:
 
 
 def _arrange(num_devices: int) -> bool:
-    """Have JAX make that many CPU devices. False if it has already made its devices."""
+    """Make JAX create this many CPU devices. Returns False if it has already created its devices."""
     try:
         jax.config.update("jax_num_cpu_devices", -1)  # JAX objects only to a change, so make one
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -61,14 +61,14 @@ def _arrange(num_devices: int) -> bool:
 
 
 def _arranged() -> int:
-    """How many CPU devices JAX will make, as far as someone has said."""
+    """How many CPU devices JAX will create, by its settings; 0 or less if they do not say."""
     flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 0)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def _threads_and_patience() -> Iterator[None]:
-    """The environment in which XLA makes its CPU client: it reads it then, and offers no other way."""
+    """A context with the environment for XLA's CPU client, which reads these settings only from there, when created."""
     before = {name: os.environ.get(name) for name in ("NPROC", "XLA_FLAGS")}
     num_threads = max(_THREADS_A_DEVICE * _arranged(), os.cpu_count() or 1, int(before["NPROC"] or 0))
     _threads[0], flags = num_threads, before["XLA_FLAGS"] or ""
@@ -92,7 +92,7 @@ def jax_mesh(mesh: Mesh, on: str = "simulated") -> jax.sharding.Mesh:
     on   "simulated": accelerators if there are enough, otherwise CPU devices. Or a platform: "cpu", "gpu", "tpu"
     """
     devices = _devices(mesh.size, on)
-    # Auto: the compiler places what is around shard_map. (By default JAX makes axes Explicit.)
+    # Auto: the compiler chooses shardings around shard_map. (By default JAX makes axes Explicit.)
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return jax.make_mesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types, devices=devices)
 
@@ -104,7 +104,7 @@ def _devices(count: int, on: str) -> Sequence[Any]:
             "jax.distributed.initialize() before anything else, and run uses the devices of all of them"
         )
     if on == "simulated":
-        # This is in time if JAX is used for the first time, and has no effect otherwise.
+        # This works if JAX is used for the first time, and has no effect otherwise.
         _arrange(max(count if count <= _MOST_CPU_DEVICES else 1, _arranged()))
         default = jax.devices()
         if default[0].platform != "cpu" and len(default) >= count:
@@ -161,5 +161,5 @@ def _too_few(count: int, platform: str) -> str:
 
 
 at_first_use(_threads_and_patience)
-if _arranged() < 1:  # or the user has said how many
+if _arranged() < 1:  # otherwise the user has set the number
     _arrange(NUM_CPU_DEVICES)

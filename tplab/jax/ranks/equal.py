@@ -1,4 +1,4 @@
-"""Whether two traces are of one program."""
+"""Whether two jaxprs are the same program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def equal(one: Any, other: Any, for_gradients: bool = False) -> bool:
 
 
 class _Pairs:
-    """Goes through two jaxprs side by side. `other` maps each variable of one to the other's."""
+    """Compares two jaxprs side by side. `other` maps each variable of one to the other's."""
 
     def __init__(self, for_gradients: bool):
         self.for_gradients = for_gradients

@@ -1,7 +1,7 @@
 """What a program reads from outside itself: globals, closures, attributes. Compiling a program fixes their values.
 
-`jax.jit` never looks again, but a notebook is full of globals that change. So `run` checks at every call: if everything
-that the program can read is as it was when the program was traced, the compiled program is called. Otherwise it is
+`jax.jit` never checks them again, but a notebook is full of globals that change. So `run` checks at every call: if
+everything that the program can read is unchanged since it was traced, the compiled program is called. Otherwise it is
 traced again.
 """
 
@@ -44,28 +44,28 @@ from tplab.sharding import P
 _MOST = 20_000  # objects looked at; a program that can reach more is traced at every call
 
 _STATELESS = {"jax", "jaxlib", "tplab", "optax", "math", "cmath", "functools", "itertools", "operator", "typing"}
-"""Modules in which nothing changes that a program reads: it may do with them what it likes."""
+"""Modules in which nothing that a program reads ever changes, whatever it does with them."""
 
 _TRUSTED = _STATELESS | {
     "numpy", "builtins", "collections", "contextlib", "dataclasses", "enum", "abc", "types", "copy", "numbers", "re",
     "inspect", "reprlib", "_operator", "_functools", "_collections", "_collections_abc",
     "einops", "flax", "equinox", "chex",
 }  # fmt: skip
-"""Modules whose functions and classes depend on their arguments alone."""
+"""Modules whose functions and classes depend only on their arguments."""
 
 _UNSEEN = {id(f) for f in (open, input, eval, exec, compile, globals, breakpoint, __import__, id)}
 _UNSEEN_NAMES = {"__globals__", "__closure__", "cell_contents", "f_globals", "f_locals", "f_back", "_getframe"}
-"""What can read anything."""
+"""Names through which code can read anything."""
 
 _PLAIN = {int, bool, str, bytes, type(None), range, type(Ellipsis), type(NotImplemented), Mesh, P}
 _PRINTED = {float, complex, slice}  # compared by what they print: 0.0 is not -0.0, and NaN is NaN
 _SEQUENCES = {list, tuple, deque, set, frozenset}
 _MAPPINGS = {dict, MappingProxyType, OrderedDict, defaultdict}
 _READ = (*_SEQUENCES, *_MAPPINGS, *_PLAIN, *_PRINTED, SimpleNamespace, object)
-"""Types of which all that they hold is read, also where a class of Python's inherits from them."""
+"""Types whose entire contents are read, also if a class written in Python inherits from them."""
 
 _OF_C = (GetSetDescriptorType, WrapperDescriptorType, MethodDescriptorType, ClassMethodDescriptorType)
-"""What a class that is written in C has for members."""
+"""Types of the members of a class written in C."""
 
 _UNCHANGING = (
     CodeType,
@@ -86,7 +86,7 @@ _UNCHANGING = (
     jax.sharding.AbstractMesh,
     jax.tree_util.PyTreeDef,
 )
-"""Types whose objects never change: the same object is the same value."""
+"""Types whose objects never change, so that they can be compared by identity."""
 
 _WRAPPERS = (type(functools.lru_cache(lambda: None)), type(jax.jit(lambda: None)))
 
@@ -96,21 +96,21 @@ _NOT_READ = {
     "__slots__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__",
     "__orig_bases__", "__hash__",
 }  # fmt: skip
-"""What a class holds and its methods do not compute with."""
+"""Attributes of a class that its methods do not compute with."""
 
 _NO_VALUE = NotImplemented  # for a name without a value: None is a value
 
 
 class Outside:
-    """Everything that a call of some functions can read, as it is now.
+    """The current state of everything that a call of some functions can read.
 
-    values      one entry for each thing that can be read: equal if all of it is equal
-    codes       the codes of those functions that are not in a trusted module, by id
-    is_known    False if there is something that cannot be compared, such as a generator of random numbers
+    values      one entry for each object that can be read: equal if all of it is equal
+    codes       the codes of the functions that are not in a trusted module, by id
+    is_known    False if something cannot be compared, such as a random number generator
 
     Numbers, strings and NumPy arrays are compared by value; JAX's arrays, which never change, by identity; containers
-    and objects by what they hold; functions by their code and by what they can read in turn. Functions and classes of
-    JAX, NumPy and tplab count as constant. Whatever can be referred to weakly is not kept alive.
+    and objects by their contents; functions by their code and by what they can read in turn. Functions and classes of
+    JAX, NumPy and tplab count as constant. Objects that support weak references are not kept alive.
     """
 
     def __init__(self, roots: Sequence[Any]):
@@ -126,7 +126,7 @@ class Outside:
         return self.is_known and other.is_known and self.values == other.values and other.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether everything still exists. Otherwise an id in `values` means nothing."""
+        """Whether every object still exists. Otherwise the ids in `values` are meaningless."""
         return all(reference() is not None for reference in self._references)
 
     def _read(self, roots: Sequence[Any]) -> None:
@@ -152,7 +152,7 @@ class Outside:
                     self.is_known = False
 
     def _parts(self, value: Any, kind: type) -> Sequence[Any]:
-        """Note what must be compared of a value itself. Returns what else can be read through it."""
+        """Note what must be compared of a value itself. Returns further objects that can be read through it."""
         if kind is FunctionType:
             return self._function(value)
         if kind is BuiltinFunctionType:
@@ -215,7 +215,7 @@ class Outside:
         if owner is None or isinstance(owner, ModuleType):
             self.is_known &= _is_of(function.__module__ or "", _TRUSTED) and id(function) not in _UNSEEN
             return self._itself(function)
-        self._values.append(function.__name__)  # a method: an object of its own at each access
+        self._values.append(function.__name__)  # a method is a new object at each access
         return (owner,)
 
     def _items(self, value: Any, kind: type) -> list[Any]:
@@ -244,7 +244,7 @@ class Outside:
         return parts
 
     def _object(self, value: Any, kind: type) -> list[Any]:
-        """An object of a class that is written in Python: its class, its attributes, and what it holds as a number, a
+        """An object of a class written in Python: its class, its attributes, and its contents if it is a number, a
         string or a container."""
         self.is_known &= all(map(_is_transparent, kind.__mro__))
         if not self.is_known:
@@ -272,7 +272,7 @@ class Outside:
 
 
 def roots_in(structure: Any) -> Iterator[Any]:
-    """What a structure of arguments holds besides its leaves: the classes of its nodes, and what they keep."""
+    """The contents of a structure of arguments besides its leaves: the classes of its nodes, and their metadata."""
     if (about := structure.node_data()) is not None:
         kind, kept = about
         if kind not in (tuple, list, dict, type(None)):
@@ -288,7 +288,7 @@ def _is_of(module: str, modules: set[str]) -> bool:
 
 
 def _beyond_modules(value: Any, attributes: Sequence[str]) -> list[Any]:
-    """What is read of the value of a name: all of it, but for a module only the attribute that the code names."""
+    """What code reads of the value of a name: all of it, but of a module only the attribute that the code names."""
     for attribute in attributes:
         if not isinstance(value, ModuleType) or _is_of(value.__name__, _STATELESS):
             break
@@ -311,7 +311,7 @@ def _slot(member: Any, value: Any) -> Any:
 
 
 def _is_transparent(cls: type) -> bool:
-    """Whether it is written in Python, or we read everything its objects hold. What C code keeps cannot be seen."""
+    """Whether everything that its objects hold can be read: C code may keep state that Python cannot see."""
     if cls in _READ or cls.__module__ == "typing":
         return True
     return not any(
@@ -321,7 +321,7 @@ def _is_transparent(cls: type) -> bool:
 
 
 def _worked_out(kind: type) -> set[str]:
-    """The attributes that a trusted class computes from others when they are first read."""
+    """The attributes that a trusted class computes from others on first access."""
     return {
         name
         for base in kind.__mro__
@@ -359,7 +359,7 @@ def paths_in(code: CodeType) -> tuple[Path, ...]:
             found[kind, step.argval, tuple(attributes)] = None
     for inner in _defined_in(code):
         found.update(dict.fromkeys(paths_in(inner)))
-    # What is left is not the code's own: one of its own variables may be a cell of an inner function.
+    # Keep only variables of enclosing functions: the code's own variables may be cells of inner functions.
     return tuple(path for path in found if path[0] != "cell" or path[1] in code.co_freevars)
 
 

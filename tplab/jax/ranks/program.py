@@ -1,4 +1,4 @@
-"""A rank's program, compiled: one `shard_map` under one `jit`, for each kind of arguments that it is called with."""
+"""A rank's program, compiled: one `shard_map` under one `jit`, for each kind of arguments."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from tplab.mesh import Mesh
 from tplab.sharding import check_spec
 
 _programs: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
-_KEPT = 16  # programs of a function, and compiled forms of a program
+_KEPT = 16  # programs per function, and compiled forms per program
 
-_ALONE = "alone"  # the key for a program that calls no functions besides those it defines itself
+_ALONE = "alone"  # the key for a program that calls only functions that it defines
 
 
 def program_of(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, on: str) -> Program:
-    """`fn` on a mesh with these specs: the program of an earlier call, if there was one.
+    """`fn` on a mesh with these specs, cached across calls.
 
-    It lives as long as `fn`. Another function is another program, even with the same name and text.
+    It lives as long as `fn`. Another function is another program, even with the same name and source.
     """
     key = (mesh, _hashable(in_specs), _hashable(out_specs), on)
     try:
         known = _programs.setdefault(fn.__func__ if isinstance(fn, MethodType) else fn, {})
-    except TypeError:  # it cannot be a key: compiled for this call alone
+    except TypeError:  # it cannot be a key, so it is compiled for this call only
         return Program(fn, mesh, in_specs, out_specs, on)
     program = known.get(key) or Program(fn, mesh, in_specs, out_specs, on)
     _keep(known, key, program)
@@ -63,10 +63,10 @@ class Program:
         self._known: dict[Any, _Known] = {}
 
     def compiled(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Compiled, list[Any]]:
-        """What to call for `args`, and the arrays to call it with.
+        """The compiled form for `args`, and the arrays to call it with.
 
-        It already exists if everything that `fn` can read, outside and in the arguments, is as it was. Otherwise `fn`
-        is traced; and if that gives the same program after all, its compiled form is used again.
+        A compiled form is reused if everything that `fn` can read, outside and in the arguments, is unchanged.
+        Otherwise `fn` is traced; if the result is a known program after all, its compiled form is still reused.
         """
         leaves, structure = jax.tree.flatten(args)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
@@ -80,8 +80,8 @@ class Program:
         return known.compiled, arrays
 
     def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...], kind: Any, outside: Outside) -> _Known:
-        # JAX caches what it has traced of a loop's body, or of what jit and checkpoint wrap, by the function alone. It
-        # may do so as long as nothing has changed: within one token.
+        # JAX caches traces of loop bodies, and of functions under jit and checkpoint, by the function alone. That is
+        # correct only as long as nothing has changed: within one token.
         is_alone = outside.is_known and len(outside.codes) == 1
         tokens = (known.token for known in self._known.values() if outside.same_as(known.outside))
         token = _ALONE if is_alone else next(tokens, object())
@@ -89,14 +89,14 @@ class Program:
             made = Compiled(self, fn, args)
         for_gradients = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         for (other, _), known in self._known.items():
-            # Equal programs show the same lines if they are made of the same functions.
+            # Equal programs have the same lines if they consist of the same functions.
             if other == kind and known.outside.codes == outside.codes and known.compiled.equals(made, for_gradients):
                 made = known.compiled
         return _Known(outside, token, made)
 
 
 class _Known(NamedTuple):
-    """A compiled form, the state of everything outside that it is for, and the token under which JAX has traced it."""
+    """A compiled form, the outside state that it is valid for, and the token under which JAX traced it."""
 
     outside: Outside
     token: object
@@ -104,7 +104,7 @@ class _Known(NamedTuple):
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep it as the latest; the oldest is dropped if there are too many."""
+    """Store it as the newest entry; the oldest is dropped if there are too many."""
     known.pop(key, None)
     known[key] = value
     if len(known) > _KEPT:
@@ -129,10 +129,10 @@ def _names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 class Compiled:
     """A program for arguments of one structure, whose arrays have one shape and dtype each.
 
-    jaxpr          what JAX traced: the whole program, the ranks' own inside its `shard_map`
-    structure      that of the results
+    jaxpr          the traced whole program, with the ranks' program inside its `shard_map`
+    structure      of the results
     piece_shapes   for each array of the result, the shape that a rank returns
-    names          of the random key ("") and of each array among the arguments: the parameter that it is, else ""
+    names          for the random key ("") and each array among the arguments: its name if it is a parameter, else ""
     """
 
     def __init__(self, program: Program, fn: Callable[..., Any], args: tuple[Any, ...]):
@@ -167,7 +167,7 @@ class Compiled:
         constants = Constants()
         self.jaxpr, self.structure = constants.owned_by(traced.jaxpr), jax.tree.structure(traced.out_info)
         self._shapes = jax.tree.map(lambda about: jax.ShapeDtypeStruct(about.shape, about.dtype), traced.out_info)
-        # From here on we run what was traced, and do not call `fn` again: it may read something else by then.
+        # From here on we run what was traced, and do not call `fn` again, because it may read something else by then.
         call = jaxpr_as_fun(constants.owned_by(jax.make_jaxpr(function)(*arguments)))
 
         def called(*arguments: Any) -> Any:
@@ -183,8 +183,8 @@ class Compiled:
         places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
 
         def one_rank(key: Any, *given: Any) -> Any:
-            # XLA makes constants of empty arrays, and fails if all of a program's arguments are empty. Each has its own
-            # barrier: what leaves one differs between ranks, by JAX's types, wherever anything in it does.
+            # XLA turns empty arrays into constants, and fails if all arguments of a program are empty. Each has its own
+            # barrier, because the results of one differ between ranks, by JAX's types, if any of its operands does.
             arrays = [x if np.size(x) else lax.optimization_barrier((jax.random.key_data(key), x))[1] for x in given]
             arguments = list(leaves)  # strings, functions: part of the program
             for place, array in zip(places, arrays, strict=True):
@@ -199,7 +199,7 @@ class Compiled:
 
         one_rank.__name__ = program.title
         if inspect.isfunction(fn):
-            one_rank.__wrapped__ = fn  # so that JAX names the program's own line in what it says
+            one_rank.__wrapped__ = fn  # so that JAX's messages name the program's own line
         stacked = PartitionSpec(program.mesh.axis_names)
         return jax.shard_map(
             one_rank,
@@ -209,7 +209,7 @@ class Compiled:
         )
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays, each placed as its spec says. One that is already there is used as it is."""
+        """The arrays, each placed according to its spec. An array that is already in place is used as it is."""
         return [_placed(array, sharding) for array, sharding in zip(arrays, self._shardings, strict=True)]
 
     def __call__(self, placed: Sequence[Any], seed: int, form: Callable[..., Any] | None = None) -> Any:
@@ -221,7 +221,7 @@ class Compiled:
         with nullcontext() if function in self._has_run else spare.returned():  # XLA compiles at the first call
             try:
                 results = function(self.key(seed), *placed)
-            except (TypeError, jax.errors.JaxRuntimeError) as error:  # differentiated or compiled as it cannot be
+            except (TypeError, jax.errors.JaxRuntimeError) as error:  # cannot be differentiated or compiled
                 explain(error)
                 raise
         self._has_run.add(function)
@@ -240,8 +240,8 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
             return moved(array, sharding)
         array = np.asarray(array)  # device_put does not reach devices of other processes
     if not isinstance(array, np.ndarray):
-        return array  # a number: jit knows best
-    # Make a copy, because JAX may use NumPy's memory as it is, and would see what is written there until it has run.
+        return array  # a number: jit places it
+    # Make a copy, because JAX may use NumPy's memory directly, and would see later writes to it until it has run.
     own = np.array(array, jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")))
     return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
@@ -252,7 +252,7 @@ def _stackable(leaf: Any, axes: tuple[str, ...]) -> Any:
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether it stands for an array that has only a shape."""
+    """Whether it represents an array by its shape."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
@@ -302,7 +302,7 @@ def _root_key(seed: int, everywhere: NamedSharding) -> Any:
 
 
 def _key_of(seed: int) -> Any:
-    """A key takes 32 bits of a number; the others are folded in."""
+    """A key uses 32 bits of a number; the other bits are folded in."""
     key, rest = jax.random.key(seed % 2**32), seed >> 32
     while rest:
         key, rest = jax.random.fold_in(key, rest % 2**32), rest >> 32
@@ -310,19 +310,19 @@ def _key_of(seed: int) -> Any:
 
 
 # --- constants, as they were when the program was traced --------------------------------------------------------------
-# JAX keeps a NumPy array that a program reads as it is, in memory that its owner may write to later. A program is
-# traced once, but it is compiled, compared and read for its trace afterwards. So it needs constants of its own.
+# JAX refers to a NumPy array that a program reads by its memory, which the owner may write to later. A program is
+# traced once, but it is compiled, compared and read for its trace afterwards. So it needs its own copies of constants.
 
 
 class Constants:
-    """Gives jaxprs constants of their own. What several jaxprs share, they share afterwards as well."""
+    """Gives jaxprs their own copies of constants. Objects that several jaxprs share stay shared."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}  # id -> (what has this id, what replaces it)
 
     def owned_by(self, value: Any) -> Any:
         """A jaxpr, open or closed, with copies of every array that its owner may write to; the same object if there is
-        none. A tuple or list of jaxprs, a constant, or anything else that an equation has for a parameter will do too.
+        none. Also accepts a tuple or list of jaxprs, a constant, and any other parameter of an equation.
         """
         if isinstance(value, tuple | list):
             items = self._each(value)
@@ -332,7 +332,7 @@ class Constants:
         return self._made[id(value)][1]
 
     def _each(self, values: Sequence[Any]) -> list[Any] | None:
-        """What replaces each; None if all of them remain."""
+        """The replacements of these values; None if none is replaced."""
         items = [self.owned_by(value) for value in values]
         return None if all(new is old for new, old in zip(items, values, strict=True)) else items
 

@@ -27,7 +27,7 @@ def spec_of_each(specs: Any, args: tuple[Any, ...]) -> list[P]:
 
 
 def spread(spec: Any, tree: Any, name: str) -> list[P]:
-    """One P per leaf of `tree`, from a structure of specs of the same shape, in which one may stand for a whole part.
+    """One P per leaf of `tree`, from a structure of specs of the same form, in which one P may cover a whole subtree.
 
     None in the tree is not a leaf, as in JAX: whatever its spec, it has nothing to split.
     """
@@ -64,10 +64,10 @@ def _is_leaf(node: Any) -> bool:
 
 
 def check_results(results: Any, out_specs: Any, mesh: Mesh) -> None:
-    """Raise an error if what one rank returns cannot be what `out_specs` says.
+    """Raise an error if the results of one rank do not fit `out_specs`.
 
-    JAX knows by its types along which axes a value may differ. A value that may differ along an axis, but should be the
-    same, is refused before anything runs: a ReplicationError.
+    JAX's types say along which axes a value may differ. A value that may differ along an axis where it should be the
+    same is refused before anything runs, with a ReplicationError.
     """
     leaves, _ = jax.tree.flatten_with_path(results)
     for (path, leaf), spec in zip(leaves, spread(out_specs, results, "out_specs"), strict=True):

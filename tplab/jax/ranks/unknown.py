@@ -1,4 +1,4 @@
-"""What a program asks for that is not known while it is traced: a number for an `if`, a shape, a slice."""
+"""Errors of programs that need values unknown during tracing: a number for an `if`, a shape, a slice."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tplab.lines import line_text
 
 
 def explain(error: Exception) -> None:
-    """Note what to do, and at which line, on an error that JAX raised while it traced, differentiated or compiled a
-    program, if its cause is how `run` works, or where it runs."""
+    """Add a note with the remedy and the line to an error that JAX raised while it traced, differentiated or compiled a
+    program, if the cause is how `run` works, or where it runs."""
     if asks_for_numbers(error):
         error.add_note("\n".join(filter(None, (_place(error) + _ONE_TRACE_FOR_ALL, _instead(error)))))
     elif isinstance(error, TypeError) and "forward-mode" in str(error):
@@ -29,13 +29,13 @@ def explain(error: Exception) -> None:
 
 
 def asks_for_numbers(error: Exception) -> bool:
-    """Whether it says that something must be known while the program is traced. For shapes and slices JAX says so with
-    Python's own errors, which show what was given in place of a number."""
+    """Whether an error says that a value must be known during tracing. For shapes and slices JAX raises Python's own
+    errors, which show the tracer that was given instead of a number."""
     return isinstance(error, _UNKNOWN_YET) or (isinstance(error, TypeError | IndexError) and "Tracer" in str(error))
 
 
 def _instead(error: Exception) -> str:
-    """What to write instead, for what the error is about."""
+    """What to write instead of the cause of this error."""
     said, of_python = str(error), isinstance(error, TypeError | IndexError) and not isinstance(error, _UNKNOWN_YET)
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return _INSTEAD["bool"]
@@ -49,7 +49,7 @@ def _instead(error: Exception) -> str:
         return _INSTEAD["slice"]
     if (of_python and said.startswith("Shapes")) or "jnp.arange" in said or "jnp.repeat" in said:
         return _INSTEAD["shape"]
-    if of_python or "size argument" in said or "jnp.unique" in said:  # JAX says itself what to do
+    if of_python or "size argument" in said or "jnp.unique" in said:  # JAX's message says what to do
         return ""
     return _INSTEAD["number"]
 
@@ -99,7 +99,7 @@ _UNKNOWN_YET = (
 def _place(error: Exception) -> str:
     """The line of the user's program that raised it, with its text; "" if there is none."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    # Below `run` everything is the program's, except what JAX, tplab and installed packages do for it.
+    # All frames below `run` are the program's, except those of JAX, tplab and installed packages.
     below = next((i + 1 for i, frame in reversed(list(enumerate(frames))) if frame[0] == _CALLER), 0)
     own = [frame for frame in frames[below:] if not _is_library(frame[0])]
     if not own:

@@ -1,4 +1,4 @@
-"""Actions of a pipeline's schedule in a trace: everything a rank computes in one is one task, "F3" at "stage 1"."""
+"""Actions of a pipeline's schedule in a trace: each is one task of its rank, such as "F3" at "stage 1"."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tplab.trace.label import Label
 _PREFIX = "tplab.action."
 _NUM_NUMBERS = 4
 STORE = "store"
-"""The kind of what only puts away what has arrived. It is no action of the schedule, and no event."""
+"""The kind of a call that only stores what has arrived. It is not an action of the schedule, and not an event."""
 
 
 def action(kind: str, function: Callable[..., Any], keeps: int = 0) -> Callable[..., Any]:
-    """`function` as an action of this kind, so that the trace recognises it. It adds `keeps` to the bytes that the rank
-    holds for backward passes; negative where it frees some.
+    """Mark `function` as an action of this kind for the trace. The action adds `keeps` to the bytes that the rank holds
+    for backward passes; a negative number frees some.
 
     Its last four arguments describe the action: the stage, the microbatch, the rank where the microbatch begins, and
     how long the action takes on a clock that counts steps. They are for the trace; XLA removes them. STORE has none.
@@ -35,15 +35,15 @@ def action(kind: str, function: Callable[..., Any], keeps: int = 0) -> Callable[
 
 
 def kind_of_action(params: Mapping[str, Any]) -> str:
-    """The kind of action of a call with these parameters, and what it keeps, "F.1024"; "" if it is no action."""
+    """The kind of action of a call with these parameters, and the bytes it keeps, "F.1024"; "" if it is no action."""
     name = str(params.get("name", ""))
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
 
 
 @dataclass(frozen=True)
 class _Doing:
-    """What a rank does: the action's name and place, the microbatch's chunk, the time it takes in steps, and the bytes
-    that the rank holds afterwards."""
+    """A rank's action: its name and place, the microbatch's chunk, its duration in steps, and the bytes that the rank
+    holds afterwards."""
 
     op: str
     where: str
@@ -53,14 +53,14 @@ class _Doing:
 
 
 class Actions:
-    """Follows actions and the exchanges between them, in lock-step: an action comes after all exchanges before it.
+    """Follows actions and the exchanges between them, in lock-step: an action comes after all earlier exchanges.
 
-    tasks   those of the walk, which it adds to       chunk   gives each (rank, microbatch) a number
+    tasks   the walk's list of tasks, to extend       chunk   (rank, microbatch) -> the number of the chunk
     """
 
     def __init__(self, tasks: list[Task], chunk: Callable[[int, int], int], num_ranks: int):
         self._tasks, self._chunk, self._num_ranks = tasks, chunk, num_ranks
-        self._passed: dict[int, set[int]] = defaultdict(set)  # microbatch's chunk -> ranks that have worked on it
+        self._passed: dict[int, set[int]] = defaultdict(set)  # chunk of a microbatch -> ranks that have worked on it
         self._held = [0] * num_ranks  # bytes for backward passes
         self._before: tuple[int, ...] = ()  # the exchanges before the actions of this tick
         self._after: list[int] = []  # and those after them
@@ -73,9 +73,9 @@ class Actions:
         ranks: tuple[int, ...],
         run: Callable[[], list[Held]],
     ) -> list[Held]:
-        """An action of a kind, "F.1024", which `run` walks through: one task per rank, whose contents are not examined.
+        """Follow an action of a kind such as "F.1024", which `run` walks through, as one opaque task per rank.
 
-        decided_by   the tasks, by number, that decided whether it is done at all
+        decided_by   the numbers of the tasks that decided whether it runs at all
         """
         first, needs = len(self._tasks), {*decided_by, *(task for held in inputs for task in held.needs)}
         kind, _, keeps = kind.partition(".")
@@ -97,7 +97,7 @@ class Actions:
         return [held.made_by(last, held.labels if id(held) in same else labels) for held in results]
 
     def exchange(self, task: Task) -> int:
-        """An exchange after the actions of a tick: all ranks wait for each other. Returns its number."""
+        """Add an exchange after the actions of a tick: all ranks wait for each other. Returns its number."""
         self._tasks.append(replace(task, together=True))
         self._after.append(len(self._tasks) - 1)
         return self._after[-1]
@@ -112,9 +112,9 @@ class Actions:
         return found
 
     def _merged(self, first: int, tail: tuple[int, ...], doing: Mapping[int, _Doing]) -> tuple[int, ...]:
-        """Merge the tasks from `first` on, those of an action, into one task per rank; `tail` is what they need.
+        """Merge the tasks of an action, from `first` on, into one task per rank; `tail` is what they need.
 
-        Where ranks communicate within an action, as in tensor parallelism, there is one task before and one after.
+        If ranks communicate within an action, as in tensor parallelism, there is one task before and one after that.
         Returns the numbers of the last ones.
         """
         made = self._tasks[first:]
@@ -136,7 +136,7 @@ class Actions:
 
 
 def _one(parts: list[Task], rank: int, about: _Doing, needs: tuple[int, ...], seconds: float) -> Task:
-    """All these parts as one task of one rank."""
+    """Merge these parts into one task of one rank."""
     main = max(parts, key=lambda part: part.flops, default=None)
     shape, dtype = ((), "") if main is None else (main.shape, main.dtype)
     return Task(

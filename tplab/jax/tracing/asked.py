@@ -1,11 +1,11 @@
-"""What asks how an array is to lie on the mesh: the constraints and results of a program, as JAX traced it.
+"""Requests for shardings: the constraints and results of a program, as JAX traced it.
 
-XLA carries a sharding that is asked for backwards through operations that compute element by element, and moves the
-array before them. So the line that asks is further down than the collective. It is found here, by following the array
-from the operation that made it to the next constraint or result.
+XLA propagates a requested sharding backwards through elementwise operations, and moves the array before them. So the
+line of the request is further down than that of the collective. It is found here by following the array from the
+operation that made it to the next constraint or result.
 
-Every equation gets a number, and XLA keeps it in the name of each instruction that it makes of the equation. So an
-instruction is known by its number, and its line is the one that JAX knows.
+Every equation gets a number, which XLA keeps in the names of the instructions that it makes from the equation. So an
+instruction can be traced back to its equation and its line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NUMBER = re.compile(r"tplab\.eqn(\d+)\b")
 _BATCHED = re.compile(r"tplab\.batched(\d+)\b")
 _FREE = PartitionSpec.UNCONSTRAINED
 COPIES = {*LAYOUTS, "broadcast_in_dim", "convert_element_type", "reshard", "sharding_constraint"}
-"""Primitives whose result has the numbers of their operand."""
+"""Primitives whose result has the values of their operand."""
 Dims = tuple[int | None, ...]
-"""For each dim of an array, the dim of another array that it becomes; None where it is none of its dims."""
+"""For each dim of an array, the dim of another array that it becomes; None if there is none."""
 
 
 class Ask(NamedTuple):
-    """Somebody who asks: the line, or a result of the program; the spec; the number of dims of the array. Inside vmap
-    these are of the array that the line has, without the batch."""
+    """A request for a sharding: its line, or the result of the program; the spec; the number of dims of the array.
+    Inside vmap these describe the array as written, without the batch dim."""
 
     line: str
     result: str
@@ -49,7 +49,7 @@ class Ask(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where a spec is to be changed."""
+        """Where the spec can be changed, in words."""
         return "there" if self.line else f"in out_shardings{f' of {self.result}' * bool(self.result)}"
 
     def __str__(self) -> str:
@@ -58,7 +58,8 @@ class Ask(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """An array that is asked for: by what, and for each dim of the array that we follow, the dim of the ask's."""
+    """A request for an array: `dims` maps each dim of the array that is followed to one of the request's array, and
+    `made` is the constraint's result."""
 
     ask: Ask
     dims: Dims
@@ -66,8 +67,8 @@ class Asking(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """An equation, with calls written out. Arrays are numbers. `backward`: whether it is of a gradient, where what is
-    recomputed is, too."""
+    """An equation, with calls inlined and arrays as numbers. `backward`: whether it belongs to a gradient, including
+    recomputation."""
 
     name: str
     line: str
@@ -78,12 +79,12 @@ class Equation(NamedTuple):
 
 
 class Asked:
-    """The constraints and results of a program.
+    """The requests in a program.
 
-    jaxpr     what JAX traced; None if that is not known, and then nothing is found
-    results   the shardings that are asked of its results, in order; None for one that XLA may choose
-    specs     other specs, in place of those that the program asks for
-    `numbered` is the same jaxpr, with the equations' numbers in their names, and with those specs.
+    jaxpr     the traced program; None if it is not known: then nothing is found
+    results   the requested shardings of its results, in order; None for one that XLA may choose
+    specs     replacements for the specs of some requests
+    `numbered` is the same jaxpr, with the equations' numbers in their names and with these specs.
     """
 
     def __init__(self, jaxpr: Any, results: Sequence[Any] = (), specs: Mapping[Ask, Sequence[Any]] | None = None):
@@ -91,9 +92,9 @@ class Asked:
         self.numbered, self.results = jaxpr, tuple(results)
         self._specs = specs or {}
         self._num_arrays = 0
-        self._asks: dict[int, list[Asking]] = {}  # by the array that is asked for
+        self._asks: dict[int, list[Asking]] = {}  # by array
         self._users: dict[int, list[Equation]] = {}
-        self._links: dict[int, list[tuple[int, int]]] = {}  # array -> the same in a scan or outside; shift of its dims
+        self._links: dict[int, list[tuple[int, int]]] = {}  # array -> itself in a scan or outside, shift of dims
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._names: dict[str, int] = {}
         self.inputs: list[int] = []
@@ -110,8 +111,8 @@ class Asked:
                 self._users.setdefault(number, []).append(step)
 
     def step_of(self, origin: str) -> Equation | None:
-        """The equation that an instruction of this origin was made of; None where XLA merged several. Where it lists
-        them, it is the first that computes something."""
+        """The equation that an instruction with this origin was made from; None if XLA merged several. If the origin
+        lists several, the first that computes something."""
         found = []
         for path in origin.split(";"):
             numbers = _NUMBER.findall(path)
@@ -121,29 +122,29 @@ class Asked:
         return min(found, key=lambda step: step.name in COPIES, default=None)
 
     def argument(self, name: str) -> int | None:
-        """The array that an argument of this name is."""
+        """The number of the argument with this name."""
         place = self._names.get(name)
         return None if place is None else self.inputs[place]
 
     def is_by_element(self, step: Equation) -> bool:
-        """Whether each element of its result is made of the elements at the same place."""
+        """Whether it computes each element of its result from the elements at the same place."""
         return step.eqn is not None and any(_dims(step.eqn, place) for place in range(len(step.reads)))
 
     def reshaped(self, starts: Iterable[int]) -> tuple[int, ...] | None:
-        """The shape into which arrays are brought, if nothing else is done to them."""
+        """The shape to which the arrays are reshaped, if they have no other use."""
         users = [step for start in starts for step in self._users.get(start, ())]
         shapes = {tuple(step.eqn.outvars[0].aval.shape) if step.name == "reshape" else None for step in users}
         return shapes.pop() if len(shapes) == 1 else None
 
     def at(self, step: Equation) -> Asking | None:
-        """What a constraint asks for."""
+        """The request of a constraint."""
         return next(iter(self._asks.get(step.reads[0], ())), None) if step.name == "sharding_constraint" else None
 
     def of(self, starts: Iterable[int], op: str = "", axis: str = "", until: Equation | None = None) -> Asking | None:
-        """Who asks how an array is to lie. None if nobody or several do.
+        """The request for an array. None if there are none or several.
 
-        op, axis   what moves it: of several, only one may ask for what takes such a collective
-        until      only who asks before this step gets the array
+        op, axis   the collective that moves it: of several requests, only one may need this collective
+        until      only requests that are made before this step reads the array count
         """
         found: dict[Ask, Asking] = {}
         for start in starts:
@@ -160,12 +161,12 @@ class Asked:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def dims_of(self, starts: Iterable[int], ask: Ask) -> Dims:
-        """For each dim of an array, the dim of what is asked for that it becomes."""
+        """For each dim of an array, the dim of the requested array that it becomes."""
         found = (one for start in starts for one in self._followed(start)[1] if one.ask == ask)
         return next((one.dims for one in found), ())
 
     def through_product(self, step: Equation, starts: Iterable[int], dim: int) -> int | None:
-        """The dim of a product's result that a dim of its operand is; None where the product sums over it."""
+        """The dim of a product's result that a dim of its operand becomes; None if the product sums over it."""
         if step.name != "dot_general" or not (given := set(starts) & set(step.reads)):
             return None
         side = 0 if step.reads[0] in given else 1
@@ -179,7 +180,7 @@ class Asked:
         return len(batch[0]) + side * len(free[0]) + free[side].index(dim) if dim in free[side] else None
 
     def is_asked_whole(self, starts: Iterable[int]) -> bool:
-        """Whether one of those who ask wants the array whole on every rank."""
+        """Whether any request is for the whole array on every rank."""
         return any(not any(asking.ask.spec) for start in starts for asking in self._followed(start)[1])
 
     def shape(self, starts: Iterable[int]) -> tuple[int, ...]:
@@ -188,7 +189,7 @@ class Asked:
         return shapes.pop() if len(shapes) == 1 else ()
 
     def _followed(self, start: int) -> tuple[set[int], list[Asking]]:
-        """The arrays that are made of one element by element, up to who asks; and those who ask."""
+        """The arrays that are made from one array element by element, up to requests, and these requests."""
         pending: list[tuple[int, Dims]] = [(start, tuple(range(len(self._shapes.get(start, ())))))]
         seen, found = set[int](), list[Asking]()
         while pending:
@@ -218,7 +219,7 @@ class Asked:
         return self._num_arrays
 
     def _read(self, jaxpr: Any, given: Sequence[int], where: str, is_backward: bool) -> tuple[list[int], Any]:
-        """The numbers of its results, and the jaxpr with numbers."""
+        """Read a jaxpr. Returns the numbers of its results, and the numbered jaxpr."""
         known = dict(zip(jaxpr.invars, given, strict=True)) | {v: self._new(v) for v in jaxpr.constvars}
 
         def number(atom: Any) -> int:
@@ -229,7 +230,7 @@ class Asked:
             line, reads = line_outside(eqn, jaxpr) or where, [number(atom) for atom in eqn.invars]
             backward = is_backward or is_transposed(eqn)
             place, params, made = len(self.steps), dict(eqn.params), [self._new(v) for v in eqn.outvars]
-            self.steps.append(Equation(eqn.primitive.name, line, backward, (), (), None))  # those inside come after it
+            self.steps.append(Equation(eqn.primitive.name, line, backward, (), (), None))  # those inside come later
             inner = called(eqn)
             for key, value in eqn.params.items():
                 if inner is not None and value is inner:
@@ -260,7 +261,7 @@ class Asked:
     def _body(
         self, eqn: Any, key: str, inner: Any, reads: Sequence[int], made: Sequence[int], line: str, backward: bool
     ) -> Any:
-        """A jaxpr that an equation runs. A scan gives it rows and stacks its results; what loops carry goes around."""
+        """Read a jaxpr that an equation runs. A scan passes rows and stacks results; loops feed their carry back."""
         name, params, inputs = eqn.primitive.name, eqn.params, opened(inner)[0].invars
         first, carried, row_dims = 1, range(0), 0
         if name == "scan":
@@ -287,7 +288,7 @@ class Asked:
         return numbered
 
     def _constraint(self, eqn: Any, jaxpr: Any, line: str, read: int, made: int) -> Any:
-        """Note what a constraint asks for. The sharding that it shall ask for."""
+        """Note the request of a constraint. Returns its sharding, with the replaced spec if there is one."""
         sharding, num_dims = eqn.params["sharding"], len(eqn.outvars[0].aval.shape)
         if not isinstance(sharding, NamedSharding):
             return sharding
@@ -304,7 +305,7 @@ class Asked:
         return _with_spec(sharding, spec)
 
     def _results(self, line: str, outputs: Sequence[int], shardings: Sequence[Any], paths: Sequence[str]) -> Any:
-        """Note what out_shardings ask for. The shardings that they shall ask for."""
+        """Note the requests of out_shardings. Returns the shardings, with replaced specs if there are any."""
         found = list(shardings)
         for place, (output, sharding) in enumerate(zip(outputs, shardings, strict=False)):
             if not isinstance(sharding, NamedSharding):
@@ -322,7 +323,7 @@ def _with_spec(sharding: NamedSharding, spec: Sequence[Any]) -> NamedSharding:
 
 
 def _functions_that_only_ask(jaxpr: Any) -> set[Any]:
-    """The user's functions that put constraints on arrays and compute nothing, as helpers around them do."""
+    """The user's functions that only constrain arrays and compute nothing, such as wrappers of constraints."""
     asks, computes = set[Any](), set[Any]()
     for eqn, _ in equations_of(jaxpr):
         if (traceback := eqn.source_info.traceback) is not None:
@@ -341,8 +342,8 @@ def _after(first: Dims, then: Dims) -> Dims:
 
 
 def _dims(eqn: Any, place: int) -> Dims | None:
-    """For each dim of an operand, the dim of the result whose elements are made of it, where an equation computes
-    element by element; None where it does not, and for a scalar."""
+    """For each dim of an operand of an elementwise equation, the corresponding dim of the result; None for any other
+    equation, and for a scalar."""
     if eqn is None or eqn.primitive.name in _NOT_BY_ELEMENT or len(eqn.outvars) != 1:
         return None
     shape, result = eqn.invars[place].aval.shape, eqn.outvars[0].aval.shape
@@ -364,7 +365,7 @@ def _transposed(eqn: Any) -> Dims:
 
 
 def spec_text(spec: Sequence[Any]) -> str:
-    """A spec as one writes it: P('dp', None)."""
+    """A spec as written in a program: P('dp', None)."""
     dims = list(spec)
     while dims and dims[-1] is None:
         dims.pop()

@@ -1,7 +1,7 @@
-"""What XLA made of a program: the collectives in the compiled module, and the memory that it takes.
+"""The program that XLA compiled: its collectives, and the memory that it takes.
 
-A trace shows the collectives that a program asks for. XLA may merge or split some, and where `jit` is given shardings
-it inserts those that it needs. They are listed here.
+A trace shows the collectives in the source program. XLA may merge or split some, and if `jit` is given shardings, it
+inserts the collectives that these need. They are listed here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class CompiledCollective:
 
     op             its name in tplab
     shape, dtype   those of each rank's result ("all_to_all" often returns a tuple of pieces: their number comes first)
-    bytes          what a rank sends each time, under the ring algorithm; the most, where ranks differ
-    groups         the ranks that do it together; for a ppermute, its pairs (from, to)
-    count          how often it runs; None where that is known only when it runs
-    at_most        how often it runs at most: in a branch that may not be taken; None in a loop of unknown length
+    bytes          what a rank sends each time, with the ring algorithm; the maximum over ranks
+    groups         the groups of ranks that take part together; for a ppermute, its pairs (from, to)
+    count          how often it runs; None if that is known only at run time
+    at_most        the upper bound of `count`, for a branch that may not be taken; None in a loop of unknown length
     is_async       whether it is a start and a done, between which other instructions run (never on the CPU)
     origin         what it was made from, as a path of JAX's names: "jit(f)/shard_map/psum"
     """
@@ -55,7 +55,7 @@ class CompiledCollective:
 
 
 class CompiledCollectives(tuple[CompiledCollective, ...]):
-    """The collectives of a compiled program, in their order in the program; prints as one line each."""
+    """The collectives of a compiled program, in program order; prints as one line each."""
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self)) or "no collectives"
@@ -64,7 +64,7 @@ class CompiledCollectives(tuple[CompiledCollective, ...]):
 def collectives_in(
     fn: Callable[..., Any], *args: Any, in_specs: Any = None, out_specs: Any = None, on: str = "simulated"
 ) -> CompiledCollectives:
-    """The collectives in what XLA compiles `fn` to. Nothing is run.
+    """The collectives in the program that XLA compiles from `fn`. Nothing is run.
 
     A rank's program, with the arguments of `run`:
         collectives_in(mlp, Mesh(tp=4), x, a, b, in_specs=..., out_specs=...)
@@ -105,10 +105,10 @@ def collectives_in_text(text: str) -> CompiledCollectives:
 
 
 class Run(NamedTuple):
-    """A collective at its place in a compiled module.
+    """A collective in a compiled module.
 
     computation, one   the computation, and the instruction in it
-    count, at_most     as those of CompiledCollective
+    count, at_most     as in CompiledCollective
     is_async           whether it is a start and a done
     """
 
@@ -120,12 +120,12 @@ class Run(NamedTuple):
 
 
 def runs_of(module: Module) -> Iterator[Run]:
-    """The collectives of a compiled module, in their order in the module."""
+    """The collectives of a compiled module, in order."""
     yield from _found(module, module.entry, _Times(1, 1), is_async=False)
 
 
 class _Times(NamedTuple):
-    """How often a computation runs, and at most; None where it is not known."""
+    """How often a computation runs, and the upper bound of that; None if unknown."""
 
     count: int | None
     at_most: int | None
@@ -137,7 +137,7 @@ class _Times(NamedTuple):
 
 
 def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator[Run]:
-    """The collectives of one computation, and of those that it calls."""
+    """The collectives of one computation, and of the computations that it calls."""
     for one in module.computations.get(name, ()):
         if one.collective:
             yield Run(name, one, *times, is_async or one.is_start)
@@ -147,7 +147,7 @@ def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator
         if one.op == "while":
             length = one.trip_count
             (condition,), (body,) = one.called("condition"), one.called("body")
-            called.append((condition, times.by(None if length is None else length + 1)))  # once more, to see its end
+            called.append((condition, times.by(None if length is None else length + 1)))  # once more than the body
             called.append((body, times.by(length)))
         for inner, how_often in called:
             yield from _found(module, inner, how_often, is_async or one.op == "async-start")
@@ -157,7 +157,7 @@ def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
     one = run.one
     op, groups, arrays = str(one.collective), module.groups(one), one.arrays
     if one.op in ("all-gather-start", "collective-permute-start") and one.kind.startswith("("):
-        arrays = arrays[1:2]  # a start returns its operand, the result, and what else the chip needs
+        arrays = arrays[1:2]  # a start returns its operand, the result, and device-specific values
     if op == "all_to_all" and len(arrays) > 1:
         arrays = [arrays[0]._replace(shape=(len(arrays), *arrays[0].shape))]
     for array in arrays:
@@ -168,7 +168,7 @@ def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
 
 
 def _bytes_sent(op: str, array: Array, num_ranks: int) -> int:
-    """The bytes that a rank sends, worked out from what it receives."""
+    """The bytes that a rank sends, derived from what it receives."""
     if op == "ppermute":
         return array.num_bytes
     elements, itemsize = array.units

@@ -1,13 +1,13 @@
-"""Decisions: which branch each rank took and how often it went around each loop, as the program itself reports them.
+"""Decisions: which branch each rank took and how often it ran each loop, as reported by the program itself.
 
-A jaxpr says what a branch or a loop does. Which branch, and how often, may depend on numbers that exist only while the
-program runs. To find out, such a program has a second form with one more result: a list that each rank fills in the
-program's order. Its first element counts the entries. An entry is the index of the branch that a `cond` took, or the
+A jaxpr contains the branches and loops, but which branch runs, and how often a loop, may depend on values that exist
+only at run time. To find out, such a program has a second form with one more result: a list that each rank fills in
+program order. Its first element counts the entries. An entry is the index of the branch that a `cond` took, or the
 number of iterations of a `while`, which comes before the entries of the iterations themselves.
 
-This form is slower, since one list goes through every branch and loop and holds XLA to the program's order. So it runs
-only when somebody reads the trace. What follows from the program's constants and the rank's index, as in a pipeline's
-schedule, is worked out without it.
+This form is slower, since one list passes through every branch and loop and makes XLA keep the program's order. So it
+runs only when the trace is read. Decisions that follow from the program's constants and the rank's index, as in a
+pipeline's schedule, are computed without it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tplab.jax.tracing.held import is_small
 from tplab.jax.tracing.jaxprs import called, equations_of, folded, inside, opened
 
 MOST_ENTRIES = 16_384
-"""That a program reports. What comes after is not known."""
+"""The most entries that a program reports; later decisions are unknown."""
 
 Asked = Callable[[], Array | None]
-"""What each rank reports, concatenated, once it is asked for. None where there is nothing to report, where nothing was
-run, or where another transformation of JAX is still tracing it."""
+"""Returns the ranks' reports, concatenated. None if there is nothing to report, if nothing was run, or if another
+transformation of JAX is still tracing the program."""
 
 
 class Decisions:
-    """The decisions of the ranks' program, the one `shard_map` in what JAX traced, that are unknown until it runs.
+    """The decisions that are unknown until the ranks' program, the one `shard_map` in the traced program, runs.
 
-    jaxpr      the ranks' own program
+    jaxpr      the ranks' program
     reported   the ids of its `cond` and `while` equations that report
     """
 
@@ -50,17 +50,17 @@ class Decisions:
         self._eqn = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map")
         self.jaxpr, self.reported = self._eqn.params["jaxpr"], frozenset[int]()
         if any(eqn.primitive.name in ("cond", "while") for eqn, _ in equations_of(self.jaxpr)):
-            # XLA leaves out what no result needs, so that must not report either.
+            # XLA removes dead code, so dead code must not report either.
             self.jaxpr, _ = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars), instantiate=True)
             self.reported = frozenset(_undecided(self.jaxpr, list(map(self._is_given, self._eqn.invars))))
         self._form = jax.jit(self._reporting) if self.reported else None
         self._has_effects = bool(closed.effects)
 
     def run(self, compiled: Compiled, placed: Sequence[Any], seed: int) -> tuple[Any, Asked]:
-        """What `compiled` returns for these arguments, and what asks each rank for its report."""
+        """Run `compiled` with these arguments. Returns its results, and a function that obtains the ranks' reports."""
         if self._form is None or any(map(is_shape, placed)):
             return compiled(placed, seed), _nothing
-        # What has an effect must not be done twice, and of several processes perhaps only one reads the trace.
+        # A program with effects must not run twice, and of several processes perhaps only one reads the trace.
         if self._has_effects or compiled.program.jax_mesh.is_multi_process:
             *outputs, reports = compiled(placed, seed, self._form)
             return compiled.structure.unflatten(outputs), lambda: reports
@@ -80,11 +80,11 @@ class Decisions:
         return compiled(placed, seed), ask
 
     def _is_given(self, atom: Any) -> bool:
-        """Whether an input of the ranks' program is an argument, or is computed from one, and so no constant."""
+        """Whether an input of the ranks' program is an argument or is computed from one, rather than a constant."""
         return not hasattr(atom, "val") and atom not in self._closed.jaxpr.constvars
 
     def given(self, arguments: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """The whole array that each input of the ranks' program is a piece of, with its spec, for these arguments."""
+        """For each input of the ranks' program, the whole array and its spec, for these arguments."""
         known = dict(zip(self._closed.jaxpr.invars, arguments, strict=True))
         known.update(zip(self._closed.jaxpr.constvars, self._closed.consts, strict=True))
         wholes = (atom.val if hasattr(atom, "val") else known[atom] for atom in self._eqn.invars)
@@ -92,16 +92,16 @@ class Decisions:
 
     @property
     def inputs(self) -> list[tuple[Any, bool]]:
-        """For each input of the ranks' program, its spec, and whether it is no constant."""
+        """For each input of the ranks' program, its spec, and whether it is not a constant."""
         return [(spec, self._is_given(atom)) for spec, atom in zip(self._eqn.params["in_specs"], self._eqn.invars)]
 
     def names(self, of_arguments: Sequence[str]) -> list[str]:
-        """The same for the arguments' names; "" for an input that is none of them."""
+        """For each input of the ranks' program, the argument's name; "" for an input that is not an argument."""
         known = dict(zip(self._closed.jaxpr.invars, of_arguments, strict=True))
         return ["" if hasattr(atom, "val") else known.get(atom, "") for atom in self._eqn.invars]
 
     def _reporting(self, *arguments: Any) -> Sequence[Any]:
-        """The program, with one more result."""
+        """The program with its report as one more result."""
         params, axes = self._eqn.params, self._eqn.params["mesh"].axis_names
         reporter = _Reporter(self.jaxpr, self.reported)
 
@@ -116,8 +116,8 @@ class Decisions:
 
 
 class Reports:
-    """What the ranks of a run have reported, read in the order of the program. None where nothing was run, or where
-    another transformation of JAX is still tracing it.
+    """The reports of the ranks of a run, read in program order. `reports` is None if nothing was run, or if another
+    transformation of JAX is still tracing the program.
 
     Raises TraceError for an entry that does not exist.
     """
@@ -131,15 +131,15 @@ class Reports:
             self._lists[(shard.index[0].start or 0) // len(entries)] = entries
 
     def of(self, eqn: Any, ranks: Sequence[int], where: str) -> dict[int, int] | None:
-        """What each of these ranks decided at `eqn`. None where that must be worked out: if `eqn` does not report, or
-        not all of the ranks ran here, as when a program runs on shapes."""
+        """What each of these ranks decided at `eqn`. None if that must be computed: if `eqn` does not report, or if not
+        all of the ranks ran here, as when a program runs on shapes."""
         if id(eqn) not in self._reported:
             return None
         found = {rank: self._entry(rank, eqn, where) for rank in ranks if self._lists[rank] is not None}
         return found if len(found) == len(ranks) else None
 
     def why_unknown(self, eqn: Any) -> str:
-        """Why a decision that is not reported may not be known."""
+        """Why a decision that is not reported may be unknown."""
         if id(eqn) in self._reported:
             return "not all ranks ran here; run it on arrays (not on shapes, not inside jit) and in one process"
         return "it depends on an operation that means nothing outside of the program"
@@ -156,25 +156,25 @@ class Reports:
 
 
 def unknown(eqn: Any, where: str, why: str) -> TraceError:
-    """The error for a decision that is not known."""
+    """The error for an unknown decision."""
     if eqn.primitive.name == "cond":
         return TraceError(f"which branch the cond at {where} takes is not known: {why}")
     return TraceError(f"how often the while_loop at {where} runs is not known: {why}")
 
 
 def _nothing() -> None:
-    """There is nothing to report."""
+    """The report of a program with nothing to report."""
 
 
 def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
-    """The ids of the equations whose decision depends on the arguments, or on more numbers than we work out.
+    """The ids of the equations whose decision depends on the arguments, or on more numbers than we compute.
 
     given   for each input of the jaxpr, whether it comes from an argument
     """
     found: set[int] = set()
 
     def follow(inner: Any, inputs: Sequence[bool]) -> list[bool]:
-        """Which outputs are not known, if these inputs are not."""
+        """Which outputs are unknown, given which inputs are."""
         return folded(inner, inputs, outcomes, given=lambda _, aval: not is_small(aval))
 
     def outcomes(eqn: Any, inputs: list[bool], _: Any) -> list[bool]:
@@ -216,7 +216,7 @@ def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
 
 
 def _settled(carry: list[bool], body: Callable[[list[bool]], list[bool]]) -> tuple[list[bool], list[bool]]:
-    """What is unknown in a loop's carry after any number of iterations, and in what its body returns then."""
+    """Which elements of a loop's carry, and of the results of its body, are unknown after any number of iterations."""
     while True:
         results = body(carry)
         merged = [old or new for old, new in zip(carry, results[: len(carry)], strict=True)]
@@ -226,15 +226,15 @@ def _settled(carry: list[bool], body: Callable[[list[bool]], list[bool]]) -> tup
 
 
 class _Reporter:
-    """Runs a jaxpr, and carries the report along. The chosen equations append to it."""
+    """Runs a jaxpr and passes the report along. The chosen equations append to it."""
 
     def __init__(self, jaxpr: Any, reported: frozenset[int]):
         self._reported = reported
-        self._entries: dict[int, int] = {}  # id of a jaxpr -> how many entries it makes at most, if known
+        self._entries: dict[int, int] = {}  # id of a jaxpr -> the most entries it makes, if known
         self.num_entries = self._count(jaxpr)
 
     def _count(self, jaxpr: Any) -> int:
-        """How many entries a jaxpr makes at most, up to MOST_ENTRIES."""
+        """The most entries that a jaxpr makes, up to MOST_ENTRIES."""
         jaxpr = opened(jaxpr)[0]
         if id(jaxpr) not in self._entries:
             count = 0
@@ -286,7 +286,7 @@ class _Reporter:
         place, reports = report[0] + 1, id(eqn) in self._reported
         if reports:
             report = _written(report, place, place * 0)
-        # A condition that itself reports cannot do so as a condition: it moves to before the loop, and into the body.
+        # A condition cannot return a report, so one that reports is moved to before the loop, and into the body.
         cond_reports = self._count(params["cond_jaxpr"]) > 0
 
         def condition(carry: Any, report: Array) -> tuple[Any, Array]:
@@ -333,7 +333,6 @@ class _Reporter:
 
 
 def _written(report: Array, place: Array, entry: Array) -> Array:
-    """The report with one more entry, at `place`. Entries beyond its end go to the last place; the count still says how
-    many there were."""
+    """The report with one more entry, at `place`. Entries beyond its end overwrite the last place, but still count."""
     entry = vary(jnp.asarray(entry, jnp.int32), tuple(varying_axes(report)))
     return lax.dynamic_update_index_in_dim(report, entry, place, 0).at[0].set(place)

@@ -1,8 +1,8 @@
 """Collectives that only some of the ranks would reach. They hang forever, so they are refused before anything runs.
 
-All ranks go the same way through a program, except at a `cond` or `while` whose condition differs from rank to rank.
-JAX's types say along which axes it may differ. A collective inside is fine if it joins ranks along other axes only,
-since those decide alike.
+All ranks follow the same path through a program, except at a `cond` or `while` whose condition differs between ranks.
+JAX's types say along which axes it may differ. A collective inside is fine if its ranks differ only along other axes,
+because they all decide alike.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tplab.mesh import Mesh
 
 
 def refuse_divergence(jaxpr: Any, mesh: Mesh) -> None:
-    """Raises DeadlockError where, in the ranks' program, some of the ranks that a collective joins may take a different
-    branch, or leave a loop earlier."""
+    """Raise DeadlockError if some of a collective's ranks may take a different branch in the ranks' program, or leave a
+    loop earlier."""
     wide = {name for name, size in mesh.shape.items() if size > 1}
     for eqn, outer in equations_of(jaxpr):
         if not (differs := _differs_along(eqn) & wide):
@@ -49,7 +49,7 @@ def _joined_by(eqn: Any, mesh: Mesh) -> set[str]:
     """The axes along which ranks must reach an equation together."""
     if (exchange := EXCHANGES.get(eqn.primitive.name)) is None:
         return set()
-    # XLA's ppermute joins all devices, whichever of them send: it has been seen to hang on the CPU
+    # XLA's ppermute involves all devices, even those that do not send: it has been seen to hang on the CPU
     return set(mesh.axis_names if exchange.op == "ppermute" else exchange.names(eqn.params))
 
 
@@ -71,7 +71,7 @@ def _message(collective: Any, eqn: Any, line: str | None, outer: str | None, axe
 
 
 def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
-    """Which ranks go which way, where that can be known without the program's arguments; "" where it cannot."""
+    """Which ranks take which path, if that can be known without the program's arguments, otherwise ""."""
     asking = _Reaching(mesh, eqn)
     with suppress(_Reached, TraceError):
         asking.run(jaxpr, (), [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
@@ -79,11 +79,11 @@ def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
 
 
 class _Reached(Exception):
-    """The walk has reached the equation that it was asked about."""
+    """Raised when the walk reaches the equation in question."""
 
 
 class _Reaching(Walk):
-    """A walk as far as one equation, to see which way each rank goes there."""
+    """A walk up to one equation, to see which path each rank takes there."""
 
     def __init__(self, mesh: Mesh, eqn: Any):
         super().__init__(mesh, _no_chunk, Reports(frozenset(), None, mesh.size))
@@ -118,7 +118,7 @@ def _no_chunk(origin_rank: int, piece: int, name: str = "") -> int:
 
 
 def _or_unknown(eqn: Any, run: Callable[[], list[Held]]) -> list[Held]:
-    """What a branch or a loop gives; nothing is known of it where the program's arguments decide there."""
+    """The results of a branch or a loop; unknown values if the program's arguments decide there."""
     try:
         return run()
     except TraceError:

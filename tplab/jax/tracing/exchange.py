@@ -1,4 +1,4 @@
-"""JAX's collectives, as equations of a jaxpr: which ranks each joins, and what it returns."""
+"""JAX's collectives, as equations of a jaxpr: which ranks take part in each, and what it returns."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Exchange(NamedTuple):
     combines: str = ""
 
     def reduction(self, name: str) -> str:
-        """How it combines the ranks' inputs, where the program called it `name`: a broadcast is a sum of one."""
+        """How it combines the ranks' inputs if the program called it `name`: a broadcast is implemented as a sum."""
         return self.combines if ROWS[name].combines else ""
 
     def name_in(self, eqn: Any) -> str:
-        """What the program called it, as far as its equation says: tplab does it in a `named_scope`."""
+        """The program's name for it, if its equation has one: tplab names its collectives by a `named_scope`."""
         scope, names = str(eqn.source_info.name_stack), [name for name, row in ROWS.items() if row.jax == self.op]
         return max(self.op, *names, key=lambda name: scope.rfind(f"tplab.{name}")) if names else self.op
 
     def root(self, eqn: Any) -> int:
-        """The position that everything comes from or goes to; 0 where there is none."""
+        """The position of the root; 0 if there is none."""
         found = re.findall(r"tplab\.\w+\.root(\d+)", str(eqn.source_info.name_stack))
         return int(found[-1]) if found else 0
 
@@ -42,16 +42,16 @@ class Exchange(NamedTuple):
         return (names,) if isinstance(names, str) else tuple(name for name in names if isinstance(name, str))
 
     def groups(self, params: dict[str, Any], mesh: Mesh) -> Groups:
-        """The ranks that do it together, in the order of their positions."""
+        """The groups of ranks that take part together, in the order of their positions."""
         groups = mesh.groups(self.names(params))
-        if self.op == "ppermute":  # JAX numbers the ranks in the mesh's order here, not in that of the names
+        if self.op == "ppermute":  # JAX numbers the ranks here in the order of the mesh, not of the names
             return [tuple(sorted(group)) for group in groups]
         if parts := params.get("axis_index_groups"):
             return [tuple(group[index] for index in part) for group in groups for part in parts]
         return groups
 
     def apply(self, params: dict[str, Any], groups: Groups, values: PerRank, only: int | None = None) -> PerRank:
-        """Every rank's result. `only` is the position that keeps it, if the others do nothing with theirs."""
+        """Every rank's result. `only` is the position that keeps it, if the others discard theirs."""
         results: PerRank = [None] * len(values)
         for group in groups:
             outputs = self._results(params, [np.asarray(values[rank]) for rank in group])
@@ -60,12 +60,12 @@ class Exchange(NamedTuple):
         return results
 
     def dims(self, params: dict[str, Any]) -> tuple[int, int]:
-        """The dim along which it cuts a rank's input, and that along which it joins pieces."""
+        """(the dim along which it cuts a rank's input, the dim along which it joins pieces)."""
         dim = params.get("scatter_dimension", params.get("all_gather_dimension", 0))
         return params.get("split_axis", dim), params.get("concat_axis", dim)
 
     def _results(self, params: dict[str, Any], inputs: list[np.ndarray]) -> Sequence[np.ndarray | None]:
-        """What each member of a group receives from the inputs of all."""
+        """What each member of a group receives, from the inputs of all."""
         if self.op == "ppermute":
             found = [np.zeros_like(x) for x in inputs]
             for source, target in params["perm"]:
@@ -102,4 +102,4 @@ EXCHANGES = {
     "ragged_all_to_all": Exchange("all_to_all"),
     "ppermute": Exchange("ppermute"),
 }
-"""By the names of JAX's primitives, and of those that tplab adds: `tplab.jax.comm`."""
+"""By the names of JAX's primitives, and of the primitives that `tplab.jax.comm` adds."""

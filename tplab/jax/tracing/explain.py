@@ -1,4 +1,4 @@
-"""`explain`: why each collective is in a compiled program, by the line and the operand that ask for it."""
+"""`explain`: why each collective is in a compiled program, by the line and the operand that need it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tplab.mesh import Mesh
 class Cause(NamedTuple):
     """Why a tensor is sent.
 
-    where          the line of the program; "" where XLA does not know
-    dtype, shape   those of what each rank sends
-    operation      what needs it, or made it: "dot_general"
-    operands       the arrays involved: arguments by name, with their shardings, others by what made them
+    where          the line of the program; "" if XLA does not record it
+    dtype, shape   of the array that each rank sends
+    operation      the operation that needs it, or made it: "dot_general"
+    operands       the arrays involved: arguments by name and sharding, others by the operation that made them
     why            the reason in words
     """
 
@@ -42,12 +42,12 @@ class Explained:
     """One collective of a compiled program.
 
     op, axis      its name in tplab, and the axes of the mesh along which it runs
-    by_rank       the bytes that each rank sends each time, under the ring algorithm
-    count         how often it runs; None where that is known only when it runs
-    at_most       how often it runs at most: in a branch that may not be taken; None in a loop of unknown length
+    by_rank       the bytes that each rank sends each time, with the ring algorithm
+    count         how often it runs; None if that is known only at run time
+    at_most       the upper bound of `count`, for a branch that may not be taken; None in a loop of unknown length
     is_written    whether it is in your program, as `lax.psum` in a `shard_map`; otherwise XLA inserted it
     is_backward   whether it belongs to a gradient
-    causes        why: one for each tensor that it sends, as XLA may send several together
+    causes        one for each tensor that it sends, since XLA may send several together
     """
 
     op: str
@@ -61,12 +61,12 @@ class Explained:
 
     @property
     def bytes(self) -> int:
-        """What a rank sends each time; the most, where ranks differ."""
+        """The bytes that a rank sends each time; the maximum over ranks."""
         return max(self.by_rank)
 
     @property
     def where(self) -> str:
-        """The line of the program that the first tensor comes from."""
+        """The line of the program of the first tensor."""
         return self.causes[0].where
 
     def __str__(self) -> str:
@@ -84,9 +84,9 @@ class Explained:
 
 
 class Explanation(tuple[Explained, ...]):
-    """The collectives of a program in their order; prints as a sentence or two each.
+    """The collectives of a program in order; prints as a sentence or two each.
 
-    proposals   other specs with which less is sent
+    proposals   specs with which less would be sent
     """
 
     title: str
@@ -95,15 +95,15 @@ class Explanation(tuple[Explained, ...]):
 
     @property
     def bytes(self) -> int:
-        """What a rank sends in total; the most, where ranks differ. Raises ValueError where that is known only when it
-        runs."""
+        """The bytes that a rank sends in total; the maximum over ranks. Raises ValueError if that is known only at run
+        time."""
         for one in self:
             if one.count is None:
                 raise ValueError(f"how often the {one.op} at {one.where} runs is known only when it runs")
         return max(self._by_rank())
 
     def _by_rank(self) -> list[int]:
-        """What each rank sends, as far as it is known."""
+        """The bytes that each rank sends, as far as they are known."""
         return [sum(one.by_rank[rank] * (one.count or 0) for one in self) for rank in self.mesh.ranks]
 
     def __repr__(self) -> str:
@@ -123,13 +123,13 @@ def explain(fn: Callable[..., Any], *args: Any, accelerator: bool = False, **kwa
 
     The arguments are those of `trace`, and so is `accelerator`. Nothing is run.
 
-    A collective that is in your program is marked as such. One that XLA inserted is explained by what computes with its
-    result, or made its operand: a sum over a dim that is sharded, an array that is needed whole or cut in another way.
-    An argument is identified by its name and sharding, and an array between two operations by the one that made it.
-    XLA carries a sharding that is asked for backwards, and moves an array before the operations that compute with it
-    element by element: then the constraint or `out_shardings` that asks is named, by the line that calls your helpers.
-    `proposals` are other specs for these. The program is compiled with each, at most 12 times, and only those with
-    which less is sent are kept.
+    A collective that is in your program is marked as such. One that XLA inserted is explained by the operation that
+    uses its result or made its operand: a sum over a sharded dim, an array that is needed whole or with another
+    sharding. An argument is identified by its name and sharding, and an intermediate array by the operation that made
+    it. XLA propagates requested shardings backwards, and moves an array before the elementwise operations on it: then
+    the constraint or `out_shardings` that requests the sharding is named, by the line that calls your helpers.
+    `proposals` are other specs for these requests. The program is compiled with each, at most 12 times, and the specs
+    with which less is sent are kept.
     On GPUs, XLA may combine collectives, make each a start and a done, or fuse it with a product (a windowed einsum).
     So a step may have more or fewer collectives there than here.
     """
@@ -143,7 +143,7 @@ def explain(fn: Callable[..., Any], *args: Any, accelerator: bool = False, **kwa
 
 _WRITTEN = {*EXCHANGES, "psum_scatter", "pbroadcast", "ragged_all_to_all", "all_gather_reduced", "unreduced_psum"}
 _ASKED = {"reshard", "sharding_constraint", "device_put"}
-"""Primitives that say how an array is to lie."""
+"""Primitives that request a sharding."""
 _MOST_OPERANDS = 4
 _CONSTANT = ("constant", "iota", "partition-id", "broadcast")
 
@@ -153,11 +153,11 @@ class _Why:
 
     def __init__(self, flow: Flow, asked: Asked, accelerator: bool):
         self.asked = asked
-        self.proposed: dict[Ask, dict[int, list[tuple[str, ...]]]] = {}  # the axes along each dim, by who asks
+        self.proposed: dict[Ask, dict[int, list[tuple[str, ...]]]] = {}  # by request: the axes along each dim
         self.flow, self.module, self.mesh, self.accelerator = flow, flow.module, flow.mesh, accelerator
 
     def explained(self, run: Run) -> Iterator[Explained]:
-        """One for each operation that a collective performs; none where each rank is alone."""
+        """One for each operation that a collective performs; none if each rank is alone in its group."""
         one, groups = run.one, self.module.groups(run.one)
         axis, _ = axes_along(self.mesh, groups, one.collective == "ppermute")
         if not axis:
@@ -166,7 +166,7 @@ class _Why:
         sent = sent_by(self.flow, place, self.accelerator)
         causes = self._causes(place, sent, axis, num_ranks)
         for op, by_rank in bytes_by_rank(self.flow, place, self.accelerator).items():
-            # the pieces of one array have one cause
+            # pieces of one array share one cause
             its_causes = tuple(cause for cause, each in zip(causes, sent, strict=False) if each.op == op)
             is_backward, is_written = one.phase == "backward", one.primitive in _WRITTEN
             yield Explained(op, axis, by_rank, run.count, run.at_most, is_written, is_backward, its_causes)
@@ -184,18 +184,18 @@ class _Why:
         return [self._of_move(place, given, each, axis) for given, each in zip(operands, sent, strict=False)]
 
     def _of_sum(self, place: Spot, given: Spot, sent: Carried, axis: str, num_ranks: int, index: int | None) -> Cause:
-        """A sum over ranks of what was computed from sharded arrays. `index` is its place among several."""
+        """A sum over ranks of a value computed from sharded arrays. `index` is its place among several."""
         made = self.flow.source(given)
         operation, own = self._name(made), place.one.primitive
         where = self._line(place if index is None else made) or self._line(made) or self._line(place)
         is_sum = is_product(made.one) or made.one.op == "reduce" or operation == "dot_general"
         operands = self._operands(made, where)
-        if not is_sum and own.startswith("reduce_") and own not in _WRITTEN:  # of one element per rank: not there
+        if not is_sum and own.startswith("reduce_") and own not in _WRITTEN:  # of one element per rank: XLA removed it
             operation, operands, is_sum = own, (self._text(made, where),), True
         of = f" of {' and '.join(operands)}" if operands else ""
         if (written := place.one.primitive) in _WRITTEN:
             operands = (self._text(made, where),)
-            own = place if index is None or made.one.phase == "backward" else made  # XLA names all as one of them
+            own = place if index is None or made.one.phase == "backward" else made  # XLA gives all of them one name
             why = self._as_written(own, written, operands[0])
         elif is_sum:
             what = "sums over" if any(word in operation for word in ("dot", "conv", "add", "sum")) else "goes over"
@@ -236,7 +236,7 @@ class _Why:
                 asking = self.asked.of(starts, sent.op, axis) or after
             elif asking is None and after is not None:
                 more = self._as_asked_after(after, place, made, used, sent, axis)
-        if asking is not None and self._moves(asking, place, sent, axis):  # else it asks for the pieces that there are
+        if asking is not None and self._moves(asking, place, sent, axis):  # not for the existing pieces
             where = asking.ask.line or where
             return cause(self._as_asked(asking, place, made, sent, self._text(made, where) + shards * is_gather))
         if primitive in _ASKED:
@@ -263,17 +263,17 @@ class _Why:
         return cause(f"{who} {moved.get(sent.op, f'{operand} on other ranks than those that have it')}{more}")
 
     def _moves(self, asking: Asking, place: Spot, sent: Carried, axis: str) -> bool:
-        """Whether an array must be moved to be as it is asked for: what is gathered may not stay in these pieces."""
+        """Whether a request requires that an array is moved: it does not if it is for the pieces that are gathered."""
         dim = self._gathered_as_asked(asking, place, sent)
         return dim is None or axis not in axes_of(asking.ask.spec[dim])
 
     def _gathered_as_asked(self, asking: Asking, place: Spot, sent: Carried) -> int | None:
-        """Which dim of the array that is asked for is gathered. A scan may have stacked what was made in it."""
+        """The gathered dim, as a dim of the requested array. A scan may have stacked arrays that were made in it."""
         dim = self._gathered_dim(place, sent) - max(len(sent.array.shape) - len(asking.dims), 0)
         return asking.dims[dim] if 0 <= dim < len(asking.dims) else None
 
     def _as_asked_after(self, asking: Asking, place: Spot, made: Spot, used: Equation, sent: Carried, axis: str) -> str:
-        """Who asks for the result of what needs an array."""
+        """The request for the result of the operation that needs an array, in words."""
         ask, gathered = asking.ask, self._gathered_dim(place, sent)
         if self.flow.slot(made) is not None:
             self._propose(ask, self._as_it_is(asking, place, made, sent))
@@ -286,7 +286,7 @@ class _Why:
         return f"; {ask} of its result"
 
     def _as_asked(self, asking: Asking, place: Spot, made: Spot, sent: Carried, operand: str) -> str:
-        """An array that is moved because somebody asks how it is to lie."""
+        """The reason in words for an array that is moved because of a request."""
         self._propose(asking.ask, self._as_it_is(asking, place, made, sent))
         return {
             "all_gather": f"{asking.ask}, which takes all of {operand}",
@@ -294,14 +294,14 @@ class _Why:
         }.get(sent.op, f"{asking.ask}, which puts {operand} on other ranks than those that have it")
 
     def _propose(self, ask: Ask, axes: Mapping[int | None, Sequence[str]]) -> None:
-        """Note along which axes each dim is cut before it is moved for somebody who asks."""
+        """Note along which axes each dim is cut before the array is moved for a request."""
         for dim, names in axes.items():
             if dim is not None:
                 self.proposed.setdefault(ask, {}).setdefault(dim, []).append(tuple(names))
 
     def _as_it_is(self, asking: Asking, place: Spot, made: Spot, sent: Carried) -> dict[int | None, Sequence[str]]:
-        """The axes along which an array is cut already, as far as we know: by the dim of what is asked for."""
-        seen = list[Spot]()  # what a loop carries is made of itself
+        """Dim of the requested array -> the axes along which the array is already cut, as far as they are known."""
+        seen = list[Spot]()  # a loop's carry is made from itself
         while self.flow.slot(made) is None and (step := self.asked.step_of(made.one.origin)) is not None:
             seen.append(made)
             sources = {self.flow.source(given) for given in self.flow.operands(made)}
@@ -323,7 +323,7 @@ class _Why:
         return dims[0] if len(dims) == 1 else -1
 
     def _arrays(self, place: Spot) -> tuple[int, ...]:
-        """An array, as `Asked` knows it."""
+        """An array as its numbers in `Asked`."""
         if self.flow.slot(place) is not None:
             argument = self.asked.argument(place.one.origin)
             return () if argument is None else (argument,)
@@ -331,15 +331,15 @@ class _Why:
         return () if step is None else step.makes
 
     def _name(self, place: Spot) -> str:
-        """What one calls an operation. XLA puts transposes into products, and may keep only their names."""
+        """The name of an operation. XLA fuses transposes into products, and may keep only the transpose's name."""
         step = self.asked.step_of(place.one.origin)
         name = step.name if step is not None and step.eqn is not None else place.one.primitive or place.one.op
         name = "dot_general" if place.one.op == "dot" and "dot" not in name else name
         return _WORDS.get(name, name.replace("-", "_"))
 
     def _user(self, place: Spot) -> Spot | None:
-        """What computes with an array, in the program: before, XLA may pad or cut it, under the name of an argument, or
-        of the loop into which it goes."""
+        """The operation of the program that uses an array. Before it XLA may pad or cut the array, under the name of an
+        argument, or of the loop that the array enters."""
         user = next(self.flow.needed_by(place), None)
         for _ in range(_MOST_OPERANDS):
             if user is None or ("/" in user.one.origin and user.one.primitive != "while"):
@@ -348,13 +348,13 @@ class _Why:
         return user
 
     def _as_wide(self, place: Spot, sent: Carried, index: int | None) -> str:
-        """Where 16-bit numbers are sent as float32."""
+        """A note if 16-bit numbers are sent as float32, otherwise ""."""
         dtype = narrow_dtype(self.flow, place, index) if sent.array.dtype == "float32" else ""
         return f"; sent as {dtype} on GPUs" if dtype else ""
 
     def _as_kept(self, place: Spot, size: int = 0) -> str:
-        """Where ranks gather an array and keep only pieces of it. `size`: the number of elements of the whole, if it is
-        gathered only to be cut in another way."""
+        """A note if ranks gather an array and keep only pieces of it, otherwise "". `size`: the number of elements of
+        the whole array, if it is gathered only to be resharded."""
         times = kept_of_all(self.flow, place)
         if times < 2:
             return ""
@@ -370,7 +370,7 @@ class _Why:
     # --- what is it? ---------------------------------------------------------------------------------------------
 
     def _operands(self, made: Spot, where: str) -> tuple[str, ...]:
-        """What an operation of the program was computed from: XLA may have split it into several instructions."""
+        """The operands of an operation of the program, which XLA may have split into several instructions."""
         found: dict[str, None] = {}
         pending, seen = [made], set[tuple[str, str]]()
         while pending and len(found) < _MOST_OPERANDS:
@@ -391,7 +391,7 @@ class _Why:
         return tuple(found)
 
     def _is_place(self, source: Spot, made: Spot) -> bool:
-        """Whether JAX works out here which elements are read: a negative index counts from the end."""
+        """Whether JAX computes an index here, for example of a negative index, which counts from the end."""
         step, used = (self.asked.step_of(each.one.origin) for each in (source, made))
         if step is None or used is None or not used.name.startswith(("gather", "dynamic", "scatter")):
             return False
@@ -417,4 +417,4 @@ class _Why:
 
 
 _WORDS = {"select_n": "where", "add_any": "a sum of gradients", "broadcast_in_dim": "broadcasting"}
-"""What one calls operations that JAX puts in."""
+"""Names for primitives that JAX inserts."""

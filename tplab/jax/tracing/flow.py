@@ -18,16 +18,16 @@ _VIEWS = {
     "bitcast", "copy", "reshape", "transpose", "convert", "bitcast-convert", "opt-barrier", "optimization-barrier",
     "copy-start", "slice", "dynamic-slice", "domain",
 }  # fmt: skip
-"""What hands an array on in another layout or type, or a piece of it."""
+"""Instructions that pass on an array, or a piece of it, in another layout or type."""
 
 
 _HANDED_ON = _VIEWS - {"slice", "dynamic-slice"} | {"get-tuple-element"}
 _SHARDING = r"\bsharding=\{(?:(replicated)|devices=\[([\d,]+)\](?:<=(\S+?)|([\d,]+))[ }])"
-"""That of a parameter. In 2 x 1 pieces, each on 4 ranks: {devices=[2,1,4]<=[8] last_tile_dim_replicate}."""
+"""The sharding of a parameter. For 2 x 1 pieces, each on 4 ranks: {devices=[2,1,4]<=[8] last_tile_dim_replicate}."""
 
 
 class Spot(NamedTuple):
-    """An instruction, and the computation that it is in."""
+    """An instruction and its computation."""
 
     computation: str
     one: Instruction
@@ -56,10 +56,10 @@ class Flow:
     """Follows arrays through a module, backwards and forwards."""
 
     def __init__(self, module: Module, mesh: Mesh, names: Mapping[str, str] | None = None):
-        """names   JAX's names of arguments -> the reader's, where they differ"""
+        """names   JAX's names of arguments -> the user's, if they differ"""
         self.module, self.mesh, self._names = module, mesh, names or {}
         self._made = {name: {one.name: one for one in ones} for name, ones in module.computations.items()}
-        self.dtypes: dict[tuple[str, str], str] = {}  # those of the program, as far as they are known
+        self.dtypes: dict[tuple[str, str], str] = {}  # in the program, as far as they are known
         self._callers: dict[str, Spot] = {}
         self._users: dict[tuple[str, str], list[Instruction]] = {}
         self._given: dict[str, dict[int, Spot]] = {}
@@ -84,14 +84,14 @@ class Flow:
         return [Spot(place.computation, made[name]) for name in place.one.operands if name in made]
 
     def source(self, place: Spot) -> Spot:
-        """What made this array, or the parameter of the program that it is. We follow it through views, loops and
-        collectives: a sum over ranks is, as a whole, what its operand is in parts."""
+        """The instruction that made this array, or the program's parameter. Follows it through views, loops and
+        collectives: a sum over ranks has the same source as its partial operands."""
         *_, source = self.back(place)
         return source
 
     def back(self, place: Spot | None) -> Iterator[Spot]:
-        """This array, what it is a view of, and so on, up to its source."""
-        indices: list[int] = []  # of the tuple elements that we are in
+        """This array, the array that it is a view of, and so on, up to its source."""
+        indices: list[int] = []  # of the enclosing tuple elements
         seen: set[tuple[str, str, tuple[int, ...]]] = set()
         while place is not None and (key := (place.computation, place.one.name, tuple(indices))) not in seen:
             seen.add(key)
@@ -99,7 +99,7 @@ class Flow:
             place = self._before(place, indices)
 
     def before(self, place: Spot) -> Spot | None:
-        """One step back; None where the array is made here."""
+        """One step back; None if the array is made here."""
         return self._before(place, [])
 
     def _before(self, place: Spot, indices: list[int]) -> Spot | None:
@@ -115,25 +115,25 @@ class Flow:
         if one.op == "fusion" or one.op == "call":
             return self._root(one.called("calls", "to_apply")[0])
         if one.op == "dynamic-update-slice" and "/body/" in one.origin:
-            return given[1]  # what scan stores of an iteration
+            return given[1]  # the row that a scan stores
         if one.op == "while" and indices:
             return self._root(one.called("body")[0])
         if given and one.collective:
-            number = indices.pop() if indices else 0  # a start also returns its operands, and more
+            number = indices.pop() if indices else 0  # a start also returns its operands and others
             return given[number if number < len(given) and not one.is_start else 0]
         if given and (one.op in _VIEWS or one.op.endswith(("-done", "-update"))):
             return given[0]
         return None
 
     def is_moved(self, place: Spot) -> bool:
-        """Whether another collective has moved this array before."""
+        """Whether an earlier collective has moved this array."""
         for before in self.back(place):
             if before.one.op not in (*_VIEWS, "get-tuple-element") or before.one.collective is not None:
                 return before.one.collective in ("all_gather", "all_to_all", "ppermute", "broadcast")
         return False
 
     def _argument(self, computation: str, number: int, indices: list[int]) -> Spot | None:
-        """What a computation is called with; in a loop, what an iteration leaves, if that is different."""
+        """The argument of a computation; in a loop, what an iteration leaves, if that is different."""
         caller = self._callers.get(computation)
         if caller is None or computation == self.module.entry:
             return None
@@ -146,7 +146,7 @@ class Flow:
         return given[number] if number < len(given) else None
 
     def _is_constant(self, body: str, index: int) -> bool:
-        """Whether a loop passes this element of its tuple on unchanged."""
+        """Whether a loop leaves this element of its tuple unchanged."""
         root = self._root(body)
         place = self.operands(root)[index] if root.one.op == "tuple" else root
         while place.one.op in ("copy", "bitcast"):
@@ -166,11 +166,11 @@ class Flow:
         return place.one.op == "parameter" and place.computation == self.module.entry
 
     def slot(self, place: Spot) -> Slot | None:
-        """The parameter of the program at this place, whole; None for anything else."""
+        """The program's parameter at this place, as a whole; None for anything else."""
         if not self.is_given(place):
             return None
         one = place.one
-        name = re.sub(r"""^arrays\[(['"])(.*)\1\]$""", r"\2", one.origin)  # of `lowered`, by the reader's names
+        name = re.sub(r"""^arrays\[(['"])(.*)\1\]$""", r"\2", one.origin)  # the user's name, from `lowered`
         name = self._names.get(re.sub(r"^(Arg_\d+)\.\d+$", r"\1", name), name)
         pieces = self._pieces(one)
         array = one.arrays[0]
@@ -180,7 +180,7 @@ class Flow:
         return Slot(name or one.name, array.dtype, shape, tuple(axis for _, axis in pieces))
 
     def _pieces(self, one: Instruction) -> list[tuple[int, str]] | None:
-        """For each dim of a parameter, the number of pieces it is cut into, and over which axes."""
+        """For each dim of a parameter, the number of pieces, and the axes over which it is cut."""
         match = re.search(_SHARDING, one.attributes)
         if match is None:
             return None
@@ -198,19 +198,19 @@ class Flow:
     # --- forwards ------------------------------------------------------------------------------------------------
 
     def users(self, place: Spot) -> list[Spot]:
-        """The instructions of its own computation that use it."""
+        """The instructions of the same computation that use it."""
         computation, one = place
         return [Spot(computation, user) for user in self._users.get((computation, one.name), ())]
 
     def needed_by(self, place: Spot, index: int | None = None) -> Iterator[Spot]:
         """The instructions that compute with this array, including those in a fusion, and in a loop's later iterations.
 
-        index   which element of it, where it is a tuple
+        index   which element, if it is a tuple
         """
         return (user for user, computes in self.walk(place, index) if computes)
 
     def walk(self, place: Spot, index: int | None = None) -> Iterator[tuple[Spot, bool]]:
-        """The views and copies of this array, and with True what computes with it."""
+        """The views and copies of this array, and, marked True, the instructions that compute with it."""
         computation, one = place
         pending = [place]
         if index is not None:
@@ -243,12 +243,12 @@ class Flow:
         return [place for number, place in self._given[computation].items() if number in numbers]
 
     def _handed_out(self, place: Spot) -> list[Spot]:
-        """The fusion or call whose result this is."""
+        """The fusion or call that returns this."""
         caller = self._callers.get(place.computation)
         return [caller] if caller is not None and caller.one.op in ("fusion", "call") else []
 
     def _elements(self, place: Spot, numbers: list[int]) -> list[Spot]:
-        """Where those elements of a tuple are taken out of it, also in a loop that it enters or goes around."""
+        """Where these elements of a tuple are extracted, including in a loop that the tuple enters or goes around."""
         found, pending, seen = list[Spot](), [place], set[tuple[str, str]]()
         while pending:
             computation, one = pending.pop(0)
@@ -279,8 +279,8 @@ def _takes(one: Instruction, numbers: list[int]) -> bool:
 
 @lru_cache(maxsize=1024)
 def axes_along(mesh: Mesh, groups: Groups, are_pairs: bool = False) -> tuple[str, Sequence[tuple[int, ...]]]:
-    """The axes of the mesh along which the ranks of these groups differ, "dp,tp", and the groups; "" where each rank
-    is alone. A group may have only some of the ranks along its axes; for pairs it has all of those ranks."""
+    """The axes of the mesh along which the ranks of these groups differ, "dp,tp", and the groups; "" if each rank is
+    alone. A group may have only some of the ranks along its axes; for pairs it has all of them."""
     places = [[mesh.coordinates(rank) for rank in group] for group in groups]
     names = [name for name in mesh.shape if any(at[name] != group[0][name] for group in places for at in group)]
     if not names:
@@ -292,8 +292,8 @@ def axes_along(mesh: Mesh, groups: Groups, are_pairs: bool = False) -> tuple[str
 
 @lru_cache(maxsize=1024)
 def axes_in_order(mesh: Mesh, groups: Groups) -> tuple[str, ...]:
-    """The same axes, in the order in which they number the ranks of each group: pieces of a dim that is sharded over
-    ("tp", "dp") are in another order than over ("dp", "tp")."""
+    """The same axes, in the order in which they number the ranks of each group: the pieces of a dim that is sharded
+    over ("tp", "dp") have another order than over ("dp", "tp")."""
     names = [name for name in axes_along(mesh, groups)[0].split(",") if name]
     for order in permutations(names) if names else ():
         if all(tuple(group) in mesh.groups(order) for group in groups):

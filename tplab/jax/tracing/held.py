@@ -15,9 +15,9 @@ import numpy as np
 from tplab.trace.label import UNKNOWN, Label
 
 MOST_ELEMENTS = 4096
-"""Of a tensor whose values are worked out. A larger one, and what is computed from it, is not looked into."""
+"""The most elements of a tensor whose values are computed. Those of larger tensors, and of their results, are not."""
 MOST_NUMBERS = 1 << 22
-"""Of one of whole numbers: tables that say who does what may be larger."""
+"""The same for tensors of whole numbers, because tables of a schedule may be larger."""
 
 PerRank = list[Any]
 Rule = Callable[[list[PerRank]], list[PerRank]]
@@ -31,7 +31,7 @@ class Chunk(Protocol):
 
 
 class _Node:
-    """A computation that is carried out when its results are first asked for."""
+    """A computation that is carried out when its results are first needed."""
 
     __slots__ = ("inputs", "results", "rule")
 
@@ -41,16 +41,16 @@ class _Node:
 
 
 class Held:
-    """What one variable holds.
+    """The contents of one variable.
 
     shape, dtype   of each rank's array
     needs          the tasks that must have ended on a rank before it exists there
-    labels         each rank's label; None where the data is the rank's own
+    labels         each rank's label; None if the data is the rank's own
     sent           the label under which a rank's own data was first sent
-    is_scalar      whether it is a single number, or one repeated: not a tensor of a rank's own
-    is_literal     whether it is written as a number in the program
-    name           the parameter of the program that it is, or ""
-    moved          the equation and what it read, if it only picks or reorders elements
+    is_scalar      whether it is a single number, or one number repeated, rather than data of a rank
+    is_literal     whether it is a literal of the program
+    name           its name if it is a parameter of the program, otherwise ""
+    moved          the equation and its inputs, if it only selects or reorders elements
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Held:
 
     @classmethod
     def known(cls, aval: Any, values: PerRank | None) -> Held:
-        """A variable that is given, with its values on every rank, or None."""
+        """An input variable, with its values on every rank, or None."""
         held = cls(aval)
         held._values = values if is_small(held) else None
         return held
@@ -98,21 +98,21 @@ class Held:
 
     @property
     def is_known(self) -> bool:
-        """Whether the values can be worked out."""
+        """Whether the values can be computed."""
         return self._values is not None or self._node is not None
 
     def label(self, rank: int) -> Label | None:
         return None if self.labels is None else self.labels[rank]
 
     def made_by(self, needs: Iterable[int], labels: Sequence[Label | None] | None) -> Held:
-        """The same, as made by these tasks. Of its values only a number is kept, as it may decide something."""
+        """The same, as made by these tasks. Only the value of a single number is kept, since it may decide a branch."""
         held = Held(self, needs, labels)
         if not self.shape:
             held._values, held._node, held._place = self._values, self._node, self._place
         return held
 
     def after(self, needs: Iterable[int]) -> Held:
-        """The same, but it does not exist before these tasks have ended too."""
+        """The same, but it exists only after these tasks have also ended."""
         if set(needs) <= set(self.needs):
             return self
         held = copy(self)
@@ -120,14 +120,14 @@ class Held:
         return held
 
     def drop_part(self, inputs: Sequence[Held]) -> None:
-        """It is no longer the part of a tensor that one of `inputs` was, if it has another size."""
+        """Drop the part in its labels if a labelled input has another size: this is no longer that part of a tensor."""
         if self.labels is None or not any(label is not None and label.part for label in self.labels):
             return
         if any(held.labels is not None and held.size != self.size for held in inputs):
             self.labels = [label and label._replace(part=()) for label in self.labels]
 
     def values(self) -> PerRank | None:
-        """What each rank holds; None where that is not known, or is too large to work out."""
+        """The values on each rank; None if they are unknown, or too large to compute."""
         if self._values is None and self._node is not None:
             _carry_out(self._node)
             results = self._node.results
@@ -137,13 +137,13 @@ class Held:
 
 
 def is_small(x: Any) -> bool:
-    """Whether the values of this shape and dtype are worth working out."""
+    """Whether values of this shape and dtype are small enough to compute."""
     is_whole = jnp.issubdtype(x.dtype, jnp.integer)
     return math.prod(x.shape) <= (MOST_NUMBERS if is_whole else MOST_ELEMENTS)
 
 
 def computed(outputs: Sequence[Held], inputs: Sequence[Held], rule: Rule) -> None:
-    """Say how the values of `outputs` follow from those of `inputs`. Nothing is computed yet."""
+    """Define the values of `outputs` by those of `inputs`. Nothing is computed yet."""
     if all(held.is_known for held in inputs) and all(is_small(held) for held in outputs):
         node = _Node(inputs, rule)
         for place, held in enumerate(outputs):
@@ -151,7 +151,7 @@ def computed(outputs: Sequence[Held], inputs: Sequence[Held], rule: Rule) -> Non
 
 
 def _carry_out(node: _Node) -> None:
-    """Work out a node, after everything it needs. This is a loop, as programs are deeper than Python's stack."""
+    """Compute a node after everything it needs. This is a loop, because programs are deeper than Python's stack."""
     pending = [node]
     while pending:
         current = pending[-1]
@@ -171,18 +171,18 @@ def _carry_out(node: _Node) -> None:
 def _applied(rule: Rule, values: list[Any]) -> list[PerRank]:
     try:
         return rule(values)
-    except Exception:  # an operation without meaning outside its program: its values are not shown
+    except Exception:  # the operation cannot run outside its program, so its values are not shown
         return []
 
 
 def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list[Label | None] | None:
-    """The labels of what each rank computes from `inputs`.
+    """The labels of each rank's result of a computation from `inputs`.
 
-    The chunk is that of the first operand that was received. The contributors are those of all operands, and the rank
-    itself if a tensor of its own is among them; unknown if one of them is.
+    The chunk is that of the first received operand. The contributors are those of all operands, and the rank itself if
+    one of its own tensors is among them; unknown if those of any operand are.
 
-    A single number beside tensors with dims is a factor, say, and no data of the rank. Among single numbers it is,
-    unless it is written out in the program.
+    A single number among tensors with dims, such as a factor, does not count as data of the rank. Among single numbers
+    it does, unless it is a literal of the program.
     """
     if all(held.labels is None for held in inputs):
         return None
@@ -210,12 +210,12 @@ def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list
 class Needed:
     """How far a jaxpr has been followed.
 
-    held   what its variables hold so far
-    now    the number of the equation that is followed
+    held   the contents of its variables so far
+    now    the number of the current equation
     """
 
     def __init__(self, jaxpr: Any, held: dict[Any, Held], keeps_arguments: bool):
-        """keeps_arguments   whether the caller needs the arguments afterwards, as that of the whole program does"""
+        """keeps_arguments   whether the caller needs the arguments afterwards, as for the whole program"""
         self._eqns, self._held, self.now = jaxpr.eqns, held, 0
         readers = *(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars
         self._uses = Counter(id(atom) for atoms in readers for atom in atoms)
@@ -227,7 +227,7 @@ class Needed:
         return self._uses[id(atom)] == 1
 
     def later(self, held: Held) -> bool:
-        """Whether a later equation reads it, or a later iteration of the loop that is followed now."""
+        """Whether a later equation reads it, or a later iteration of the current loop."""
         eqn, params = self._eqns[self.now], self._eqns[self.now].params
         counts = (params.get(name, 0) for name in ("num_consts", "cond_nconsts", "body_nconsts"))
         again = eqn.invars[: sum(counts)] if eqn.primitive.name in ("scan", "while") else ()
@@ -238,16 +238,15 @@ class Needed:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-NAMES_UP_TO = 64  # chunks of a rank; later ones get no name
+NAMES_UP_TO = 64  # chunks of a rank; later ones have no name
 MOVES = {"copy", "dynamic_slice", "expand_dims", "gather", "pvary", "reshape", "rev", "slice", "squeeze", "transpose"}
-"""Operations whose result has elements of their first operand, and nothing else."""
+"""Operations whose result consists of elements of their first operand."""
 
 
 def name_in_program(x: Held, rank: int) -> str:
-    """ "x" where it is the parameter x on `rank`; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
+    """ "x" for the parameter x on `rank`, "x[3]" for piece 3 of x if x is cut into equal pieces, otherwise "".
 
-    To find out which elements it has, the operations that made it are repeated on the elements' positions in x. It is
-    "" where that is not known.
+    To find out which elements it has, the operations that made it are repeated on the elements' positions in x.
     """
     chain = []
     while x.moved is not None:

@@ -1,4 +1,4 @@
-"""The text of a compiled HLO module, parsed: its computations, and what each instruction makes from what."""
+"""A parser for the text of a compiled HLO module: its computations and their instructions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tplab.jax.tracing.jaxprs import line_of_frames
 Groups = tuple[tuple[int, ...], ...]
 
 COLLECTIVES = {row.hlo: row.name for row in ROWS.values() if row.hlo} | {"ragged-all-to-all": "all_to_all"}
-"""XLA's names, and tplab's."""
+"""XLA's name -> tplab's."""
 
 BRANCHES = "true_computation", "false_computation", "branch_computations"
 """The attributes of a conditional."""
 
 
 class Array(NamedTuple):
-    """An array, as a type describes it. `bits` are those of an element where several share a byte, else 0."""
+    """An array, as described by its type. `bits` is the size of an element if several share a byte, otherwise 0."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Array(NamedTuple):
 
     @property
     def units(self) -> tuple[int, int]:
-        """What it is sent as: how many units, of how many bytes each: elements, or bytes that elements share."""
+        """(number of units in which it is sent, bytes of each): elements, or bytes that several elements share."""
         return (self.num_bytes, 1) if self.bits else (self.size, self.itemsize)
 
 
@@ -61,7 +61,7 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> list[Array]:
-        """The arrays that it makes: "(f32[8,4]{1,0}, s4[6]{0:E(4)})" -> float32 [8, 4], int4 [6] of 4 bits each."""
+        """The arrays that it returns: "(f32[8,4]{1,0}, s4[6]{0:E(4)})" -> float32 [8, 4], int4 [6] of 4 bits each."""
         found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\](?:\{[^{}]*\bE\((\d+)\)[^{}]*\})?", self.kind)
         return [Array(dtype_of(name), _numbers(dims), int(bits or 0)) for name, dims, bits in found]
 
@@ -76,12 +76,12 @@ class Instruction:
 
     @property
     def origin(self) -> str:
-        """What it was made from, as a path of JAX's names: "jit(f)/shard_map/psum"."""
+        """Its origin in the program, as a path of JAX's names: "jit(f)/shard_map/psum"."""
         return re.sub(r"\\(.)", r"\1", self._found(r'op_name="((?:[^"\\]|\\.)*)"'))
 
     @cached_property
     def primitive(self) -> str:
-        """The last name of the origin: JAX's name of the operation. "" where XLA merged several different ones."""
+        """The last name of the origin: JAX's name of the operation. "" if XLA merged several different ones."""
         _, merged, several = self.origin.rpartition("/(")  # "jit(f)/(jvp()/dot_general:jvp()/reduce_sum)"
         paths = several[:-1].split(":") if merged and several.endswith(")") else [self.origin]
         names = {re.sub(r"\.\d+$", "", path.rpartition("/")[2]) for path in paths}
@@ -89,7 +89,7 @@ class Instruction:
 
     @property
     def phase(self) -> str:
-        """ "backward" where it was made by a transposition, else "forward"; "" where XLA does not know what made it."""
+        """ "backward" if it was made by a transposition, otherwise "forward"; "" if XLA does not record its origin."""
         return "" if not self.origin else "backward" if "transpose(" in self.origin else "forward"
 
     @property
@@ -99,7 +99,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs, where XLA knows it."""
+        """How often a loop runs, if XLA knows it."""
         count = self._found(r'"known_trip_count":\{"n":"(\d+)"\}')
         return int(count) if count else None
 
@@ -118,11 +118,11 @@ class Instruction:
         """The ranks of each group; the pairs (from, to) of a permutation; () for all ranks together.
 
             {{0,1},{2,3}}                             as written
-            [2,2]<=[4], [2,2]<=[2,2]T(1,0)            0 to 3 in two rows of two, the second transposed before
-            mesh['a'=2,'b'=4] {'b'}                   those along axes of a mesh; its ranks may be in another order
-            mesh['a'=8], device_ids=([2,4]T(1,0)) {'a':(2)2}    and an axis may be taken in part: 8 is 2 x 2 x 2
+            [2,2]<=[4], [2,2]<=[2,2]T(1,0)            0 to 3 in two rows of two; in the second form transposed first
+            mesh['a'=2,'b'=4] {'b'}                   along axes of a mesh, whose ranks may be in another order
+            mesh['a'=8], device_ids=([2,4]T(1,0)) {'a':(2)2}    along a part of an axis: 8 is 2 x 2 x 2
 
-        Raises TraceError for any other way to write them.
+        Raises TraceError for any other notation.
         """
         listed = re.search(r'(?:replica_groups|source_target_pairs)="?\{([\d,{} ]*)\}(?=[,"} ]|$)', self.attributes)
         if listed:
@@ -151,11 +151,11 @@ class Instruction:
 class Module:
     """A compiled program, the same on every rank.
 
-    computations   by name, their instructions in the order in which they run
-    entry          the name of the program's computation
-    name           the function's name, as jit knows it
+    computations   name -> instructions, in the order in which they run
+    entry          the name of the main computation
+    name           the function's name, as given to jit
     num_ranks      how many ranks run it
-    donated        the numbers of the parameters whose memory it may use for its results
+    donated        the numbers of the parameters whose memory it may reuse for results
     """
 
     def __init__(self, text: str):
@@ -176,15 +176,15 @@ class Module:
         self._lines: dict[str, str] = {}
 
     def groups(self, one: Instruction) -> Groups:
-        """The groups of a collective, or the pairs of a permutation; all ranks are one group where none are written."""
+        """The groups of a collective, or the pairs of a permutation. Without any, all ranks are one group."""
         everyone = (tuple(range(self.num_ranks)),)
         # with a channel and without global ids, groups are of replicas, with all partitions of each
         is_of_replicas = "channel_id=" in one.attributes and "use_global_device_ids=true" not in one.attributes
         return everyone if not one.groups or (is_of_replicas and one.groups == ((0,),)) else one.groups
 
     def calls(self, one: Instruction) -> list[str]:
-        """The computations whose instructions an instruction runs as if they were in its place: those of a call, of an
-        async start, and of a fusion around a collective."""
+        """The computations that an instruction runs inline: those of a call, of an async start, and of a fusion around
+        a collective."""
         called = one.called("to_apply", "calls", "called_computations")
         if one.op in ("call", "async-start"):
             return called[:1]
@@ -193,14 +193,14 @@ class Module:
         return []
 
     def reduction(self, one: Instruction) -> str:
-        """How a collective combines the ranks' inputs: "sum", "max", ...; "" where it does not."""
+        """How a collective combines the ranks' inputs: "sum", "max", ...; "" if it does not."""
         if one.collective is None or not ROWS[one.collective].combines:
             return ""
         roots = (inner for name in one.called("to_apply") for inner in self.computations.get(name, ()) if inner.is_root)
         return next((_REDUCTIONS.get(root.op, "") for root in roots), "")
 
     def where(self, one: Instruction) -> str:
-        """The line of the user's program that it comes from; "" where XLA does not know."""
+        """The line of the user's program that it comes from; "" if XLA does not record it."""
         frame = one._found(r"stack_frame_id=(\d+)")
         if frame:
             if frame not in self._lines:
@@ -248,7 +248,7 @@ def _closing(text: str, begin: int) -> int:
 
 
 def iota(text: str) -> np.ndarray:
-    """Numbers from 0 on in an order: "[2,4]T(1,0)" is 0, 4, 1, 5, 2, 6, 3, 7."""
+    """Permuted numbers from 0 on: "[2,4]T(1,0)" is 0, 4, 1, 5, 2, 6, 3, 7."""
     sizes, _, order = text.partition("T")
     shape = _numbers(sizes.strip("[]"))
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -256,7 +256,7 @@ def iota(text: str) -> np.ndarray:
 
 
 def _along_axes(mesh: str, devices: str | None, axes: str) -> Groups:
-    """The groups along some axes of a mesh, perhaps parts of axes: of 8 = 2 x 2 x 2, 'a':(2)2 is the middle factor."""
+    """The groups along axes of a mesh, or parts of axes: for 8 = 2 x 2 x 2, 'a':(2)2 is the middle factor."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
     parts = [re.fullmatch(r"'?([^':]+)'?(?::\((\d+)\)(\d+))?", part.strip()) for part in axes.split(",") if part]
     taken: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}

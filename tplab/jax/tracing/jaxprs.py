@@ -20,16 +20,16 @@ _CALLS = {
 }  # fmt: skip
 
 LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
-"""Primitives whose result has the numbers of their operand, in another layout or of another type."""
+"""Primitives whose result has the values of their operand, in another layout or of another type."""
 
 
 UNIT = "tplab.unit"
-"""The scope of what a layer of a list sends, before the layer's number."""
+"""The beginning of the named scope of what a layer in a list sends; the layer's number follows."""
 
 
 def called(eqn: Any) -> Any:
     """The jaxpr, open or closed, that an equation calls with its own operands, as jit, remat and custom gradients do.
-    None where it calls none, or not exactly once."""
+    None if it calls none, or not exactly once."""
     if eqn.primitive.name not in _CALLS:
         return None
     params = eqn.params
@@ -47,8 +47,9 @@ def folded(
     visit: Callable[[Any, list[Any], Callable[[Any], Any]], Iterable[Any]],
     given: Callable[[Any, Any], Any] = lambda value, aval: value,
 ) -> list[Any]:
-    """The outputs of a jaxpr, open or closed, with anything in place of arrays. `visit` gets an equation, its operands
-    and a function that reads other atoms, and returns its results; `given` makes a value of a constant or literal."""
+    """Interpret a jaxpr, open or closed, with any values in place of arrays. Returns its outputs. `visit` receives an
+    equation, its operands and a function that reads other atoms, and returns its results; `given` makes a value of a
+    constant or literal."""
     jaxpr, consts = opened(inner)
     here = {variable: given(value, variable.aval) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
     here.update(zip(jaxpr.invars, inputs, strict=True))
@@ -70,7 +71,7 @@ def inside(eqn: Any) -> Iterator[Any]:
 
 
 def equations_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """Every equation with the jaxpr it is in, including those inside others."""
+    """Every equation with its jaxpr, including nested ones."""
     for eqn in jaxpr.eqns:
         yield eqn, jaxpr
         for inner in inside(eqn):
@@ -78,12 +79,12 @@ def equations_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def is_transposed(eqn: Any) -> bool:
-    """Whether an equation belongs to a backward pass: JAX makes those by transposing, and names their scope for it."""
+    """Whether an equation belongs to a backward pass: JAX makes these by transposition, and names their scope so."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def written(eqn: Any, line: str) -> str:
-    """Where a collective is written: the line, and what is sent there if one line does that for many units."""
+    """The line of a collective, and the unit that is sent if one line sends many units."""
     units = re.findall(rf"{UNIT}(\d+)", str(eqn.source_info.name_stack))
     return f"{line}, for unit {units[-1]}" if units else line
 
@@ -91,15 +92,15 @@ def written(eqn: Any, line: str) -> str:
 def line_of(eqn: Any, jaxpr: Any) -> str | None:
     """The line of the user's program that an equation of `jaxpr` comes from; None inside JAX's own functions.
 
-    Those are identified by the line that calls them: JAX may have cached their jaxprs from elsewhere.
+    These are located by the line that calls them, because JAX may have cached their jaxprs from another call.
     """
     frames = frames_of(eqn, jaxpr)
     return line_text(*frames[0]) if frames else None
 
 
 def line_outside(eqn: Any, jaxpr: Any, helpers: Collection[tuple[str, int]] = ()) -> str | None:
-    """The same, outside of installed packages, and of helpers: functions of the user's, each by its file and first
-    line. A helper that JAX itself calls, as it does what is differentiated or mapped, has no line outside."""
+    """The same, outside of installed packages and of helpers, which are functions of the user's, by file and first
+    line. A helper that JAX itself calls, such as a function that is differentiated or mapped, has no line outside."""
     if not (frames := own_frames(frames_of(eqn, jaxpr))):
         return None
     listed = [frame for frame in eqn.source_info.traceback.frames if not frame.file_name.endswith(_TREES)]
@@ -129,14 +130,14 @@ def frames_of(eqn: Any, jaxpr: Any) -> tuple[tuple[str, int], ...]:
 
 def line_of_frames(frames: Sequence[tuple[str, int]]) -> str:
     """The line of the user's program among frames, each a file and a line, the innermost first: the first that is not
-    in an installed package. If all are, it is the innermost that is not of this folder. "" if there is none."""
+    in an installed package or, if all are, the innermost that is not in this folder. "" if there is none."""
     outside = [frame for frame in frames if not frame[0].startswith(_NOT_THE_PROGRAM)]
     found = own_frames(outside) or [frame for frame in frames if not frame[0].startswith(_TRACING)]
     return line_text(*found[0]) if found else ""
 
 
 def own_frames(frames: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """Frames that are not in an installed package, such as optax; all of them if each is."""
+    """The frames that are not in an installed package, such as optax; all frames if all of them are."""
     own = [
         frame for frame in frames
         if not _INSTALLED.intersection(Path(frame[0]).parts) and not frame[0].startswith(_STANDARD_LIBRARY)
@@ -145,7 +146,7 @@ def own_frames(frames: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]
 
 
 _TREES = tuple(os.path.join("jax", "_src", name) for name in ("tree.py", "tree_util.py", "traceback_util.py"))
-"""Where JAX calls a function on each array, and nothing else."""
+"""Files in which JAX only maps a function over arrays."""
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}
 _JAX = str(Path(str(jax.__file__)).parent) + os.sep
@@ -156,5 +157,5 @@ _BEGINNINGS = {
 }
 """Where tplab calls the program."""
 _TRACING = str(_HERE / "tracing") + os.sep
-"""JAX 0.7 gives this for what is recomputed: its gradient is made when tplab asks for the whole program."""
+"""JAX 0.7 gives this file for recomputed equations, because their gradient is made when tplab traces the program."""
 _NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)

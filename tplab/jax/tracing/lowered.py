@@ -29,9 +29,9 @@ from tplab.mesh import Mesh
 
 class Lowered(NamedTuple):
     """title   the function's name
-    names   JAX's names of arguments -> the reader's, where they differ
-    asked   who asks how arrays are to lie; of a program that is `numbered`
-    traced  what JAX traced; None where it does not say
+    names   JAX's names of arguments -> the user's, if they differ
+    asked   the requests for shardings, if the program is `numbered`
+    traced  the traced program; None if JAX does not return it
     """
 
     title: str
@@ -42,15 +42,15 @@ class Lowered(NamedTuple):
     traced: Any
 
     def compiled_with(self, specs: Mapping[Ask, Sequence[Any]]) -> Module:
-        """The module of the same program, where it asks for other specs. Raises ValueError where that is impossible."""
+        """The module of the same program with other requested specs. Raises ValueError if that is impossible."""
         asked = Asked(self.traced.jaxpr, out_shardings_of(self.traced), specs)
         with _hushed():
             return Module(_compiled(_numbered(self.traced, asked).lower()).as_text() or "")
 
 
 def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, numbered: bool = False) -> Lowered:
-    """What XLA makes of `fn(*args, **kwargs)`. `numbered`: with the number of its equation in the name of each
-    instruction. Raises TraceError inside a function that JAX traces."""
+    """Compile `fn(*args, **kwargs)`. `numbered`: with the number of its equation in the name of each instruction.
+    Raises TraceError inside a function that JAX traces."""
     leaves = jax.tree.leaves((args, kwargs))
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         raise TraceError(
@@ -88,7 +88,7 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, number
 
 
 def _numbered(traced: Any, asked: Asked) -> Any:
-    """What JAX traced, as `asked` has numbered it, if it has."""
+    """The traced program, with the numbers of `asked` if there are any."""
     if asked.numbered is None:
         return traced
     return changed(traced, jaxpr=asked.numbered, out_shardings=asked.results)
@@ -105,7 +105,7 @@ def _compiled(lowered: Any) -> Any:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """XLA warns of shardings on standard error, also of those that only tplab tries."""
+    """Silence XLA's warnings on standard error, which would include those about shardings that only tplab tries."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -125,8 +125,8 @@ def _title(fn: Any) -> str:
 
 
 def _jitted(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], is_filtered: bool) -> Any:
-    """`fn` as `jit` traces it. It may use arguments that are not arrays, such as the activation of an Equinox layer, as
-    they are; then only the arrays among its results count, too. `is_filtered`: numbers are used as they are, always."""
+    """`fn` under `jit`. Arguments that are not arrays, such as the activation of an Equinox layer, may be used as they
+    are; then only the arrays among the results count. `is_filtered`: numbers are always used as they are."""
     found, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
     if all(_is_array(leaf) or (isinstance(leaf, _NUMBERS) and not is_filtered) for _, leaf in found):
         return jax.jit(fn).trace(*args, **kwargs)
@@ -150,7 +150,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _name(fn: Callable[..., Any], path: Any) -> str:
-    """An argument in the reader's terms: "model.layers[0].weight"."""
+    """The name of an argument for the user: "model.layers[0].weight"."""
     _, first, *rest = path  # the first key says whether it is passed by position or by name
     name = getattr(first, "key", None)
     if name is None:
@@ -162,8 +162,8 @@ def _name(fn: Callable[..., Any], path: Any) -> str:
 
 
 def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], kept: Sequence[int]) -> dict[str, str]:
-    """The names of a pmap's arguments, "flat_args[0]", of all arguments where some are Refs, "Arg_0" for the first one
-    that is `kept`, and of the parameters of Flax NNX's models and optimizers, which are lists: "model.states[0][1]"."""
+    """JAX's name -> the user's: of a pmap's arguments ("flat_args[0]"); of all arguments if some are Refs ("Arg_0" is
+    the first one `kept`); of parameters of Flax NNX's models and optimizers, which are lists ("model.states[0][1]")."""
     found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
     names = {f"flat_args[{number}]": _name(fn, path) for number, (path, _) in enumerate(found)}
     arrays = [path for path, leaf in found if _is_array(leaf) or isinstance(leaf, _NUMBERS)]
@@ -184,7 +184,7 @@ def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], kept: Sequence[
 
 
 def _meshes(leaves: Sequence[Any], compiled: Any, jaxpr: Any) -> Iterator[dict[Any, int]]:
-    """Axis -> size, for the meshes of the arguments and results, and for those that the function names itself."""
+    """Axis -> size, for the meshes of the arguments and results, and for those that the function itself uses."""
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     for name in ("input_shardings", "output_shardings"):
         with suppress(AttributeError, ValueError):  # of a pmap until JAX 0.7; of results, where arguments are Refs
@@ -200,7 +200,7 @@ def _meshes(leaves: Sequence[Any], compiled: Any, jaxpr: Any) -> Iterator[dict[A
 
 
 def _mesh(meshes: Iterator[dict[Any, int]], num_ranks: int) -> Mesh:
-    """The mesh with the most axes among those with the program's number of ranks; else all devices along one axis."""
+    """The mesh with the most axes among those with the program's number of ranks, or all devices along one axis."""
     shapes = [shape for shape in meshes if shape and math.prod(shape.values()) == num_ranks]
     shape = max(shapes, key=lambda shape: sum(size > 1 for size in shape.values()), default={"devices": num_ranks})
     named: dict[str, int] = {}

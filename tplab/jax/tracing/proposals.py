@@ -1,4 +1,4 @@
-"""Proposals: other specs with which a program sends less, each compiled before it is made."""
+"""Proposals: specs with which a program would send less, each verified by compiling the program with it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _WIDTH = 80  # columns: JupyterLab breaks longer lines inside words
 _MARGIN = " " * 4
 _MOST_TRIED = 12  # programs compiled
 Axes = Mapping[int, Sequence[tuple[str, ...]]]
-"""For each dim of an array that is asked for, along which axes it is cut before: once for each collective."""
+"""For each dim of a requested array, the axes along which it is cut before the request: one entry per collective."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A spec with which a program sends less, if nothing else is changed.
+    """A spec with which a program sends less if nothing else is changed.
 
-    ask            who asks for another: its line or result, and the spec that it asks for
-    spec           the spec to ask for there
-    before, after  the bytes that the busiest rank sends, with the one and with the other
+    ask            the request in the program
+    spec           the spec to request instead
+    before, after  the bytes that the busiest rank sends with the one and with the other
     """
 
     ask: Ask
@@ -42,9 +42,9 @@ class Proposal:
 
 
 def proposals(program: Lowered, asks: Mapping[Ask, Axes], accelerator: bool) -> Iterator[Proposal]:
-    """For each who asks, the first spec with which less is sent. All that one line asks for is one proposal.
+    """For each request, the first spec with which less is sent. Equal requests of one line share a proposal.
 
-    asks   along which axes arrays are cut before they are moved for somebody who asks
+    asks   the axes along which arrays are cut before they are moved for each request
     """
     before, num_tried = busiest(program, program.module, accelerator), 0
     for ask, axes in asks.items():
@@ -71,7 +71,7 @@ def busiest(program: Lowered, module: Module, accelerator: bool) -> int:
 
 
 def _candidates(ask: Ask, axes: Axes) -> Iterator[tuple[Any, ...]]:
-    """The specs that may be worth a try: all axes together first, then those of each dim alone."""
+    """The specs to try: all axes together first, then those of each dim alone."""
     wanted = {dim: max(ways, key=len) for dim, ways in axes.items()}
     seen = {ask.spec}
     for chosen in [wanted, *({dim: names} for dim, names in wanted.items())]:

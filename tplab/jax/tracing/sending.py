@@ -1,8 +1,8 @@
-"""What a collective of a compiled module sends, as it was compiled, and as XLA for GPUs and TPUs would send it; and the
-dtype that an array has in the program, where XLA's CPU computes with a wider one.
+"""What a collective of a compiled module sends, as compiled, and as XLA for GPUs and TPUs would send it; and the dtype
+of an array in the program, if XLA for CPUs computes with a wider one.
 
-On CPUs XLA does two things differently. A sum of which each rank keeps a piece stays an all_reduce, and 16-bit numbers
-are mostly sent as float32, the type in which a CPU computes with them.
+XLA for CPUs differs in two ways. A sum of which each rank keeps a piece stays an all_reduce, and 16-bit numbers are
+mostly sent as float32, the type in which a CPU computes with them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from tplab.jax.tracing.hlo import Array, Instruction
 
 
 def is_inserted(one: Instruction) -> bool:
-    """Whether it is a convert that the program does not have."""
+    """Whether it is a conversion that is not in the program."""
     return one.op == "convert" and one.primitive != "convert_element_type"
 
 
 def as_written(flow: Flow, place: Spot) -> Array:
     """The array that is made here, with the dtype that it has in the program.
 
-    XLA for CPUs converts 8- and 16-bit operands of products, and of most else, to float32, and the result back. On GPUs
-    and TPUs these converts do not exist. We tell them from the program's own by their names: JAX calls its own
-    "convert_element_type", while those that XLA inserts have no name, or that of the operation that they serve.
+    XLA for CPUs converts 8- and 16-bit operands of products and most other operations to float32, and the result back.
+    On GPUs and TPUs these conversions do not exist. We distinguish them from the program's own by name: JAX calls its
+    own "convert_element_type", while those that XLA inserts have no name, or that of the operation that they serve.
 
-    What this cannot tell apart: XLA may merge a convert of the program with one of its own. Where the program says
-    `(x @ w).astype("float32")`, and x and w are bfloat16, XLA drops both converts of the result, and the product counts
-    as one that writes float32. Between elementwise operations XLA may leave out rounding to bfloat16 altogether. Then
-    what one fusion gives to another counts as float32.
+    Limitations: XLA may merge a conversion of the program with one of its own. If the program has
+    `(x @ w).astype("float32")` with x and w in bfloat16, XLA drops both conversions of the result, and the product
+    counts as writing float32. Between elementwise operations XLA may omit rounding to bfloat16 altogether; then arrays
+    passed between fusions count as float32.
     """
     array, key = place.one.arrays[0], (place.computation, place.one.name)
-    is_known = _is_float(array) or is_inserted(place.one)  # of whole numbers, those that XLA of jaxlib 0.7 widens
+    is_known = _is_float(array) or is_inserted(place.one)  # whole numbers that XLA of jaxlib 0.7 widens
     if len(place.one.arrays) > 1 or not is_known or array.itemsize == 1 or flow.is_given(place):
         return array
     if key not in flow.dtypes:
@@ -56,10 +56,10 @@ def narrow_before(flow: Flow, place: Spot) -> str:
 
 
 def narrow_after(flow: Flow, place: Spot, index: int | None = None) -> str:
-    """The dtype to which XLA converts what it has computed in a wider one, or the sum over ranks of it; "" if it does
-    not. What the program itself converts was wide, also where XLA sends both together.
+    """The dtype to which XLA converts this array, or the sum over ranks of it, after computing in a wider one; "" if it
+    does not. An array that the program itself converts was wide, even if XLA sends both together.
 
-    index   which element, where it is a tuple
+    index   which element, if it is a tuple
     """
     array = narrowest = place.one.arrays[index or 0]
     sums: list[Spot] = []
@@ -87,18 +87,18 @@ def _is_float(array: Array) -> bool:
     return "float" in array.dtype
 
 
-_MOST_MAKING = 64  # instructions that make the index of a piece
+_MOST_MAKING = 64  # instructions that compute the index of a piece
 
 
 class Carried(NamedTuple):
-    """What one rank sends, and to which collective, by tplab's name."""
+    """What one rank sends, and in which collective, by tplab's name."""
 
     op: str
     array: Array
 
 
 def sent_by(flow: Flow, place: Spot, accelerator: bool = False) -> list[Carried]:
-    """What a rank sends to a collective: one entry for each operand that is sent."""
+    """What a rank sends in a collective: one entry for each operand that is sent."""
     one, operands = place.one, flow.operands(place)
     # for a ragged exchange the first, assumed to be spread evenly; its other operands say where the pieces are
     operands = operands[:1] if one.op.startswith("ragged") else operands
@@ -114,7 +114,7 @@ def sent_by(flow: Flow, place: Spot, accelerator: bool = False) -> list[Carried]
 
 
 def merged(sent: Iterable[Carried]) -> Iterator[Carried]:
-    """The same, with those of one dtype concatenated, as XLA sends them."""
+    """The same, with arrays of one dtype concatenated, as XLA sends them."""
     listed = list(sent)
     for key in dict.fromkeys((op, array.dtype, array.bits) for op, array in listed):
         alike = [one for one in listed if (one.op, one.array.dtype, one.array.bits) == key]
@@ -123,23 +123,23 @@ def merged(sent: Iterable[Carried]) -> Iterator[Carried]:
 
 
 def bytes_by_rank(flow: Flow, place: Spot, accelerator: bool = False) -> dict[str, tuple[int, ...]]:
-    """What each rank sends to a collective, under the ring algorithm, for each operation that it is."""
+    """Operation -> the bytes that each rank sends for it in a collective, with the ring algorithm."""
     groups, found = flow.module.groups(place.one), dict[str, tuple[int, ...]]()
     sent = sent_by(flow, place, accelerator)
     for op in dict.fromkeys(op for op, _ in sent):
         by_rank = [0] * flow.mesh.size
         for _, array in merged(each for each in sent if each.op == op):
             for group in groups:
-                if len(set(group)) == 1:  # a rank keeps its own
+                if len(set(group)) == 1:  # a rank keeps its own piece
                     continue
-                for index, rank in enumerate(group[:1] if op == "ppermute" else group):  # of a pair, the first sends
+                for index, rank in enumerate(group[:1] if op == "ppermute" else group):  # the first of a pair sends
                     by_rank[rank] += cost.bytes_sent(op, *array.units, len(group), index)
         found[op] = tuple(by_rank)
     return found
 
 
 def keeps_share(flow: Flow, place: Spot, index: int | None = None) -> bool:
-    """Whether every rank needs only a piece of a sum, or of its element `index`, where several are summed together."""
+    """Whether every rank needs only a piece of a sum, or of its element `index` if several are summed together."""
     one = place.one
     if not one.op.startswith("all-reduce"):
         return False
@@ -149,8 +149,7 @@ def keeps_share(flow: Flow, place: Spot, index: int | None = None) -> bool:
 
 
 def kept_of_all(flow: Flow, place: Spot) -> int:
-    """How many times as much a rank gathers as it keeps, where all that it does with it is to take a piece of it, by
-    its own number; otherwise 0."""
+    """The ratio of what a rank gathers to what it keeps, if it only takes a piece by its own number; otherwise 0."""
     one = place.one
     users = list(flow.needed_by(place)) if one.op.startswith("all-gather") else []
     sizes = {user.one.arrays[0].size for user in users}
@@ -159,7 +158,7 @@ def kept_of_all(flow: Flow, place: Spot) -> int:
 
 
 def _is_own(flow: Flow, place: Spot) -> bool:
-    """Whether this takes a piece by the rank's own number: a slice of the program may be the same on every rank."""
+    """Whether this takes a piece by the rank's own number. A slice in the program may be the same on every rank."""
     if place.one.op != "dynamic-slice":
         return False
     pending, seen = flow.operands(place)[1:], set[tuple[str, str]]()
@@ -176,7 +175,7 @@ def _is_own(flow: Flow, place: Spot) -> bool:
 
 
 def narrow_dtype(flow: Flow, place: Spot, index: int | None = None) -> str:
-    """The dtype of what is sent as float32 only because XLA compiled for CPUs; "" where the program says float32."""
+    """The dtype of an array that is sent as float32 only because XLA compiled for CPUs, otherwise ""."""
     one = place.one
     if not any(array.dtype == "float32" for array in one.arrays):
         return ""

@@ -1,4 +1,4 @@
-"""Tasks: what the ranks of a traced program have to do, and what each costs."""
+"""Tasks: the operations of a traced program on its ranks, and their costs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Task:
     """One operation of the program, on each of `ranks`.
 
     kind      "compute"; "message": pairs of ranks; "collective": all ranks of each group together
-    needs     the tasks, by number, that must have ended on a rank before it can take part
+    needs     the numbers of the tasks that must have ended on a rank before it can take part
     groups    all ranks, in groups along the axis; a message goes from one rank to another of the same group
     pairs     message: (from rank, to rank)
-    labels    message: what each sender sends. collective: what each rank gets. compute: what is made from received
-              data, by rank
-    adding    compute: the ranks that combine data of their own with what they received
-    carried   message: what is sent. collective, compute: the result
-    seconds   compute: for an action of a schedule, its time on the clock that counts steps; None: it is no action
-    held      compute: for an action, the bytes that the rank keeps for backward passes after it; -1: it is no action
+    labels    message: of what each sender sends. collective: of each rank's result. compute: of results made from
+              received data, by rank
+    adding    compute: the ranks that combine their own data with received data
+    carried   message: the data sent. collective, compute: the result
+    seconds   compute: for an action of a schedule, its time on the clock that counts steps; None: not an action
+    held      compute: for an action, the bytes that the rank keeps for backward passes after it; -1: not an action
     together  message: all ranks of a group wait for each other before it, and until it has arrived
-    phase     "forward" or "backward"; "": not known
+    phase     "forward" or "backward"; "": unknown
     reduction how a collective combines the ranks' inputs: "sum", "max", ...
     costs     the collective's name in tplab.cost, if it is not `op`
     rate      compute: the dtype at whose FLOP/s it runs, if it is not `dtype`
@@ -90,7 +90,7 @@ def flops_of(name: str, params: dict[str, Any], inputs: Sequence[Held], outputs:
 
 
 def matmul_of(name: str, params: dict[str, Any], inputs: Sequence[Held]) -> tuple[int, int, int, int] | None:
-    """(m, n, k, batch) of a product, whose dims may be in any order. Of groups, as if all had the same size."""
+    """(m, n, k, batch) of a product, whose dims may be in any order. Groups count as if all had the same size."""
     if name not in _PRODUCTS:
         return None
     contracted, batched, of_rows, of_summands = _dims(params, inputs)
@@ -106,8 +106,8 @@ _PRODUCTS = {"dot_general", "ragged_dot_general"}
 
 
 def _dims(params: dict[str, Any], inputs: Sequence[Held]) -> tuple[Sequence[int], Sequence[int], int, int]:
-    """The left operand's dims that are summed over, and those that both have; how many groups share its rows, each with
-    a matrix of its own, as experts; and how many share its summands, as in their gradients."""
+    """(the left operand's contracted dims, its batch dims, how many groups share its rows, how many share its
+    summands). Groups share rows if each has its own matrix, as with experts, and summands in the gradients of these."""
     if (ragged := params.get("ragged_dot_dimension_numbers")) is None:
         (contracted, _), (batched, _) = params["dimension_numbers"]
         return contracted, batched, 1, 1
@@ -117,21 +117,21 @@ def _dims(params: dict[str, Any], inputs: Sequence[Held]) -> tuple[Sequence[int]
 
 
 def rate_of(name: str, inputs: Sequence[Held]) -> str:
-    """The dtype of a product's operands, at whose FLOP/s it runs, whatever its result is; "" for anything else."""
+    """The dtype of a product's operands, which decides its FLOP/s, whatever its result's; "" for anything else."""
     if name not in _PRODUCTS | {"conv_general_dilated"}:
         return ""
     return str(max((held.dtype for held in inputs[:2]), key=lambda dtype: dtype.itemsize))
 
 
 def is_update(name: str) -> bool:
-    """Whether it writes a part of its first operand."""
+    """Whether it writes to a part of its first operand."""
     return name == "dynamic_update_slice" or name.startswith("scatter")
 
 
 def bytes_of(name: str, inputs: Sequence[Held], outputs: Sequence[Held], is_copied: bool = False) -> int:
-    """The bytes read and written: every operand and result; of those that are used in part, the part, as in `touched`.
+    """The bytes read and written: every operand and result, or the part of it that is used, as in `touched`.
 
-    is_copied   whether something else needs the array that is updated, so that a copy of it is updated
+    is_copied   whether a copy of the updated array is made first, because something else needs the array
     """
     if name == "gather":
         (rows,) = outputs

@@ -14,20 +14,20 @@ from tplab.jax.tracing.tasks import Task
 
 
 class Span(NamedTuple):
-    """The time from when something begins until it has ended, or arrived."""
+    """The start of something, and its end or arrival."""
 
     start: float
     end: float
 
 
 Part = tuple[int, int]
-"""(task, rank): what a rank does of a task. A message is its sender's."""
+"""(task, rank): a rank's part in a task. A message belongs to its sender."""
 
 _NOTHING: Part = -1, -1
 
 
 class Wait(NamedTuple):
-    """A rank waited for a message or a collective, the task of that number, until it ended on `after`'s rank."""
+    """A rank's wait for a message or a collective, by the number of the task, until it ended on `after`'s rank."""
 
     rank: int
     start: float
@@ -36,19 +36,19 @@ class Wait(NamedTuple):
     after: Part
 
 
-_ENDED, _READY, _SEND, _NEXT = range(4)  # the order at one instant, so that all that is ready goes first
+_ENDED, _READY, _SEND, _NEXT = range(4)  # the order at one instant: everything that is ready comes first
 
 
 class Timing:
     """Runs tasks on the clock of `cluster`; without one, a hop takes 1 and computing 0.
 
-    A message leaves as soon as it is computed and its link is free; a collective starts when that is so for all its
-    ranks. Neither keeps a rank from computing. Each rank computes one task after another: of those whose operands are
-    ready, always the first in the program's order. An action of a pipeline's schedule takes the seconds that it says,
-    and the messages between actions go in lock-step.
+    A message leaves as soon as its data is computed and its link is free; a collective starts when this holds for all
+    its ranks. Neither blocks a rank's computing. Each rank computes one task at a time: of the tasks whose operands are
+    ready, the first in program order. An action of a pipeline's schedule takes its given seconds, and the messages
+    between actions are in lock-step.
 
     spans    for each task: rank -> when it computes, or when its message (for the sender) or collective is on the way
-    after    each part -> the one that held it up: whose result it needed, or what its rank or its links did before
+    after    part -> the part that held it up: its result was needed, or it occupied the rank or the links
     """
 
     def __init__(self, tasks: Sequence[Task], alive: set[int], num_ranks: int, cluster: Cluster | None):
@@ -62,9 +62,9 @@ class Timing:
         self._arrivals: list[list[tuple[float, int, Part]]] = [[] for _ in range(num_ranks)]
         self._queues: list[list[tuple[int, float, Part]]] = [
             [] for _ in range(num_ranks)
-        ]  # since when, because of what
+        ]  # (task, ready since when, because of what)
         self._busy = [False] * num_ranks
-        self._free = [(0.0, _NOTHING)] * num_ranks  # since when, and what the rank had computed until then
+        self._free = [(0.0, _NOTHING)] * num_ranks  # since when, and the rank's last computation
         self._needed_by: dict[int, list[int]] = defaultdict(list)
         self._missing: dict[tuple[int, int], int] = {}
         self._ready_at: dict[tuple[int, tuple[int, ...]], list[tuple[float, Part]]] = defaultdict(list)
@@ -77,7 +77,7 @@ class Timing:
         for need in task.needs:
             self._needed_by[need].append(number)
         for rank in task.ranks:
-            # a rank that took another branch, and never did what is needed here, does not wait for it
+            # a rank that took another branch never ran some of these tasks, and does not wait for them
             missing = sum(rank in self._tasks[need].ranks for need in task.needs)
             self._missing[number, rank] = missing
             if not missing:
@@ -104,7 +104,7 @@ class Timing:
             self._release(now, number, rank, after)
 
     def _release(self, now: float, number: int, rank: int, after: Part) -> None:
-        """The task has ended on this rank, with this part: tasks that needed nothing else can begin."""
+        """Begin the tasks that needed nothing but this task, which has ended on this rank with the part `after`."""
         for following in self._needed_by[number]:
             key = (following, rank)
             if key in self._missing:
@@ -129,7 +129,7 @@ class Timing:
         self._clock.at(self._clock.computed(rank, now, self._seconds(number)), _ENDED, number, rank, (number, rank))
 
     def _seconds(self, number: int) -> float:
-        """How long a task computes, if nothing slows it."""
+        """How long a task computes if nothing slows it down."""
         task = self._tasks[number]
         if self._cluster is None:
             return task.seconds or 0.0
@@ -141,7 +141,7 @@ class Timing:
             self._join(now, number, rank, after)
             return
         gets_zeros = rank not in {target for _, target in task.pairs}
-        # When hops are counted, a round ends with its messages: otherwise a tree's root would send to all at once.
+        # When hops are counted, a round ends with its messages; otherwise a tree's root would send to all at once.
         only_sends = gets_zeros and self._cluster is None and rank in {source for source, _ in task.pairs}
         if gets_zeros and not only_sends:
             self._clock.at(now, _ENDED, number, rank, after)  # it need not wait for zeros
@@ -164,7 +164,7 @@ class Timing:
         if not task.together:
             self._ask(ready, number, group, group, after)
             return
-        # Lock-step: the messages leave when all ranks are here, and no rank goes on before the last has arrived.
+        # Lock-step: the messages leave when all ranks are here, and no rank continues before the last one has arrived.
         pairs = [(source, target) for source, target in task.pairs if source in group and source != target]
         self._in_step[number, group] = len(pairs), (ready, after)
         for pair in pairs:
@@ -173,7 +173,7 @@ class Timing:
             self._arrive_all(ready, number, group, after)
 
     def _ask(self, ready: float, number: int, ranks: tuple[int, ...], members: tuple[int, ...], after: Part) -> None:
-        """Ask for the links of a collective over these ranks, or of a message from the first to the second of them.
+        """Request the links for a collective over these ranks, or for a message from the first to the second of them.
         `members` are the ranks that wait for it; for a message also its receiver."""
         task = self._tasks[number]
         is_message = task.kind == "message"
@@ -222,7 +222,7 @@ class Timing:
         self._clock.at(end, _ENDED, number, rank, after)
 
     def waits(self) -> list[Wait]:
-        """The times when a rank neither computed nor was done: from arrival to arrival."""
+        """The times when a rank was neither computing nor done, from arrival to arrival."""
         computing: list[list[Span]] = [[] for _ in range(self._num_ranks)]
         for task, spans in zip(self._tasks, self.spans, strict=True):
             if task.kind == "compute":

@@ -1,8 +1,8 @@
 """The trace of a run, from what JAX traced.
 
-A compiled program does not say when its parts ran, but its jaxpr has all of them: every collective with its axes and
-shapes, and what is computed in between. They run on the modelled clock, with overlap wherever the data flow allows it,
-as in XLA. Whatever no result needs is left out, also as in XLA.
+A compiled program does not report when its parts ran, but its jaxpr has all of them: every collective with its axes and
+shapes, and the computations in between. They run on the modelled clock, with overlap wherever the data flow allows it,
+as in XLA. Dead code is removed, also as in XLA.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tplab.trace.trace import Trace
 def trace_of(
     compiled: Compiled, arrays: Sequence[Any], reports: jax.Array | None, cluster: Cluster | None, record: int
 ) -> Trace:
-    """What `compiled` sends and computes.
+    """The trace of `compiled`.
 
     arrays    its arguments; None for an argument whose values should not be shown
-    reports   what its ranks reported of their decisions; None where nothing was run
-    Raises TraceError where it depends on a decision that is not known.
+    reports   its ranks' reports of their decisions; None if nothing was run
+    Raises TraceError if it depends on an unknown decision.
     """
     mesh, decisions = compiled.program.mesh, decisions_of(compiled)
     recorder = Recorder(mesh, compiled.program.title, "jax")
@@ -54,7 +54,7 @@ def trace_of(
 
 
 def recorded(recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster: Cluster | None, record: int) -> Trace:
-    """The trace of those tasks that are `alive`, on the clock of `cluster`, with the values of `record` of them."""
+    """The trace of the tasks that are `alive`, on the clock of `cluster`, with the values of `record` of them."""
     num_ranks = recorder.mesh.size
     hops = Timing(tasks, alive, num_ranks, None)
     times = hops if cluster is None else Timing(tasks, alive, num_ranks, cluster)
@@ -67,7 +67,7 @@ def recorded(recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster
 
 
 def decisions_of(compiled: Compiled) -> Decisions:
-    """The decisions of a compiled program. Raises DeadlockError where its ranks could wait for each other forever."""
+    """The decisions of a compiled program. Raises DeadlockError if its ranks could wait for each other forever."""
     if compiled not in _decisions:
         decisions = Decisions(compiled.jaxpr)
         refuse_divergence(decisions.jaxpr, compiled.program.mesh)
@@ -79,7 +79,7 @@ _decisions: WeakKeyDictionary[Compiled, Decisions] = WeakKeyDictionary()
 
 
 def _pieces(whole: Any, spec: Any, aval: Any, mesh: Mesh) -> list[Any] | None:
-    """Every rank's piece, of type `aval`, of an argument; None where it is unknown or not small."""
+    """Every rank's piece, of type `aval`, of an argument; None if it is unknown or not small."""
     if whole is None or isinstance(whole, Tracer) or not is_small(aval):
         return None
     if isinstance(whole, jax.Array) and not whole.is_fully_addressable:  # another process has some of it
@@ -87,12 +87,12 @@ def _pieces(whole: Any, spec: Any, aval: Any, mesh: Mesh) -> list[Any] | None:
             return None
         whole = whole.addressable_data(0)
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-        whole = np.asarray(whole, aval.dtype)  # off the devices, where random keys have to stay
+        whole = np.asarray(whole, aval.dtype)  # on the host; random keys have to stay on their devices
     return split(whole, P(*spec), mesh) if len(spec) else [whole] * mesh.size
 
 
 def _alive(walk: Walk, results: Sequence[Held]) -> set[int]:
-    """The tasks that a result needs, or that have an effect outside."""
+    """The tasks that a result needs, or that have an effect."""
     alive: set[int] = set()
     pending = [*walk.kept, *(task for held in results for task in held.needs)]
     while pending:
@@ -108,7 +108,7 @@ class _Taking:
 
     def __init__(self, recorder: Recorder, record: int):
         self.recorder, self.left = recorder, record
-        self.parts: list[Part] = []  # what each note is about, or for a wait what it waits for
+        self.parts: list[Part] = []  # the part of each note; for a wait, the part it waits for
 
     def down(self, tasks: Sequence[Task], hops: Timing, times: Timing, timed: bool) -> None:
         for number, task in enumerate(tasks):
@@ -131,14 +131,14 @@ class _Taking:
             note_of.setdefault(part, note)
         found = []
         for note, part in enumerate(self.parts):
-            cause = times.after[part] if note_of[part] == note else part  # a wait has its cause itself
-            while cause in times.after and cause not in note_of:  # it took no time and is no event
+            cause = times.after[part] if note_of[part] == note else part  # a wait's part is its cause
+            while cause in times.after and cause not in note_of:  # it took no time and is not an event
                 cause = times.after[cause]
             found.append(note_of.get(cause, -1))
         return found
 
     def _compute(self, number: int, task: Task, spans: dict[int, Any], timed: bool) -> None:
-        """Where computing takes no time, only actions and what adds to received data are events, of no length."""
+        """If computing takes no time, only actions and additions to received data are events, without duration."""
         for rank, span in spans.items():
             if not timed and rank not in task.adding and task.seconds is None:
                 continue
@@ -181,7 +181,7 @@ class _Taking:
                 )
 
     def _values(self, task: Task, rank: int) -> np.ndarray | None:
-        """What the task carries, if it is small and not too many have been kept."""
+        """The values that the task carries, if they are small and not too many have been kept."""
         carried = task.carried
         if carried is None or carried.size > VALUES_UP_TO or self.left <= 0:
             return None

@@ -1,7 +1,7 @@
-"""Types in JAX: a rank's program, as JAX has traced it, as steps that the rules can type.
+"""Types in JAX: a rank's traced program as steps that the rules can type.
 
-JAX's own types say along which axes each array varies. What does not vary is invariant, whatever a rule says. Of what
-varies, the rules say whether it is replicated, varying or partial: JAX does not tell these apart.
+JAX's own types say along which axes each array varies. An array that does not vary is invariant, whatever a rule says.
+For one that varies, the rules decide whether it is replicated, varying or partial, which JAX does not distinguish.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def types_of(fn: Callable[..., Any], compiled: Compiled) -> Types:
 
 
 class _Typist:
-    """Follows a jaxpr, and types what each equation makes. `steps` are those of the program, in order."""
+    """Follows a jaxpr and types the results of each equation. `steps` are the program's steps, in order."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -62,9 +62,9 @@ class _Typist:
         self.typing = Typing(self.axes)
         self.steps: list[Step] = []
         self._num = 0
-        self._numbers: dict[int, float] = {}  # values that are written out in the program
-        self._sums: dict[int, Step] = {}  # what is a sum of another value's dims
-        self._maxima: dict[int, tuple[int, Dims]] = {}  # what is the maximum of another value, over which of its dims
+        self._numbers: dict[int, float] = {}  # values that are literals of the program
+        self._sums: dict[int, Step] = {}  # values that are sums over dims of another value
+        self._maxima: dict[int, tuple[int, Dims]] = {}  # the maximum of a value, over which of its dims
         self._made: dict[int, Step] = {}
 
     def given(self, aval: Any, types: OnAxes, is_constant: bool) -> int:
@@ -73,7 +73,7 @@ class _Typist:
         return self._num
 
     def before_stacking(self, number: int) -> int:
-        """The value that a rank returned: `run` declares it to vary, and makes a dim of a single number."""
+        """The value that a rank returned, before `run` declared it to vary and gave a single number a dim."""
         for op in ("copy_to", "reshape"):
             step = self._made.get(number)
             if step is not None and step.op == op and (op == "copy_to" or step.shapes == ((),)):
@@ -83,7 +83,7 @@ class _Typist:
     def follow(
         self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], stack: Any = (), back: bool = False
     ) -> list[int]:
-        """The values of the outputs of an open jaxpr. `stack` has the lines that it was called from."""
+        """The values of the outputs of an open jaxpr. `stack` has the lines from which it was called."""
         known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
         known.update(zip(jaxpr.invars, args, strict=True))
         uses = Counter(id(atom) for eqn in jaxpr.eqns for atom in eqn.invars)
@@ -109,7 +109,7 @@ class _Typist:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[int], stack: Any, back: bool, count: Any) -> list[int]:
-        """The values that an equation makes. `count` is what its only use divides it by."""
+        """The values that an equation makes. `count` is the divisor in its only use."""
         name, params, avals = eqn.primitive.name, eqn.params, [variable.aval for variable in eqn.outvars]
         about: dict[str, Any] = {"stack": stack, "phase": "backward" if back else "forward"}
         if name in EXCHANGES:
@@ -150,7 +150,7 @@ class _Typist:
         return self._take(Step("constant", "made", shape=tuple(jax.numpy.shape(value))), None)
 
     def _scan(self, eqn: Any, inputs: list[int], about: dict[str, Any], back: bool) -> list[int]:
-        """Two rounds: types may change in the first, from what the loop begins with."""
+        """Follow a scan for two rounds, since the first may change the types of the initial carry."""
         params, stack = eqn.params, about["stack"]
         (num_consts, num_carry), body = scan_sizes(params), params["jaxpr"]
         consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
@@ -172,7 +172,7 @@ class _Typist:
         return self._step(op, "linear", [x], aval, about, dims=(dims,))
 
     def _either(self, which: int, values: Sequence[int], aval: Any, about: dict[str, Any], op: str = "cond") -> int:
-        """One of several values, which one `which` says, for all or for each element."""
+        """One of several values, selected by `which`, for all elements or for each."""
         same = tuple(range(len(aval.shape)))
         chosen = self._step(op, "linear", list(values), aval, about, dims=(same,) * len(values))
         by = same[: len(self.typing.shapes[which])]
@@ -181,7 +181,7 @@ class _Typist:
     # --- equations -----------------------------------------------------------------------------------------------
 
     def _take(self, step: Step, aval: Any) -> int:
-        """Type what a step makes, and correct it by JAX's own types."""
+        """Type the result of a step, and correct it by JAX's own types."""
         self._num += 1
         step.output = self._num
         self.typing.take(step)
@@ -255,7 +255,7 @@ class _Typist:
 
 
 def _is(value: Any, number: float) -> bool:
-    """Whether something written out in a program is this single number."""
+    """Whether a literal is this single number."""
     return value is not None and jax.numpy.shape(value) == () and not isinstance(value, str) and bool(value == number)
 
 
@@ -268,7 +268,7 @@ _LINEAR = {
 def _rule(
     eqn: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]
 ) -> tuple[How, tuple[Dims, ...], dict[str, Any]]:
-    """How an equation uses what it takes, what becomes of its dims, and what else there is to say."""
+    """How an equation uses its operands, how their dims map to the result's, and further fields of the step."""
     name, params, ndim = eqn.primitive.name, eqn.params, len(shapes[0])
     same = tuple(range(ndim))
     if name == "dot_general":
@@ -348,7 +348,7 @@ def _of_gather(params: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int,
 
 
 def _of_scatter(params: Any, shapes: Sequence[tuple[int, ...]]) -> tuple[Dims, ...]:
-    """What is added to, the indices, and the updates, of which those for one place are added up."""
+    """For the array that is updated, the indices, and the updates, of which those for one place are summed."""
     numbers = params["dimension_numbers"]
     left = [dim for dim in range(len(shapes[0])) if dim not in numbers.inserted_window_dims]
     windows = dict(zip(numbers.update_window_dims, left))

@@ -1,8 +1,8 @@
 """`trace`: the trace of any function that XLA has compiled, with the collectives that `jit` inserted for its shardings.
 
 The compiled module is the program of every rank: the partitioner has cut the arrays, and has inserted, merged and moved
-collectives. Its instructions become tasks, one per fusion, with loops of known length written out. They run on the
-modelled clock, and a group of ranks is named after the axes of the mesh along which it lies.
+collectives. Its instructions become tasks, one per fusion, with loops of known length unrolled. They run on the
+modelled clock, and a group of ranks is named after the axes of the mesh that it spans.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def trace(
                  and the rest may be inside
     args         arrays, or jax.ShapeDtypeStructs with shardings, and anything else that `fn` takes
     cluster      the modelled clock's figures, as in `run`
-    branch       which branch of a `lax.cond` or `lax.switch` to follow: 0 is the one for False. Without it a branch is
-                 followed only if all of them send the same: the one with the most to compute
-    trips        the assumed number of iterations of a loop whose length only the running program knows
+    branch       which branch of a `lax.cond` or `lax.switch` to follow: 0 is the one for False. Without it, all
+                 branches must send the same, and the one with the most computation is followed
+    trips        the assumed number of iterations of a loop whose length is known only at run time
     accelerator  on CPUs: send what GPUs and TPUs would send. A sum of which each rank keeps a piece is a reduce_scatter
                  there, and bfloat16 is sent as such, while on CPUs it is sent as float32
 
-    Ranks are numbered as the devices of the mesh. The mesh is the one that the arguments, the results or the function
-    itself are sharded over; of several it is the one with the most axes, and without any its one axis is "devices". XLA
-    compiles for the devices of that mesh. On the modelled clock, what is sent and what is computed overlap wherever the
-    data flow allows it, as in `run`; in the order in which XLA runs them they may overlap less. There a product has the
-    dtype of its operands in your program, also where XLA for CPUs makes them float32, and what is read or updated in
-    part takes the time of that part.
-    Raises TraceError where only the running program knows what is sent.
+    Ranks are numbered like the devices of the mesh. The mesh is the one over which the arguments, the results or the
+    function itself are sharded. If there are several, it is the one with the most axes; if there is none, it has one
+    axis, "devices". XLA compiles for the devices of that mesh. On the modelled clock, communication and computation
+    overlap wherever the data flow allows it, as in `run`; in XLA's own order they may overlap less. A product has the
+    dtype of its operands in your program, even if XLA for CPUs makes them float32, and an array that is read or updated
+    in part takes the time of that part.
+    Raises TraceError if only the running program knows what is sent.
     """
     check_counts(**{name: n for name, n in (("branch", branch), ("trips", trips)) if n is not None})
     known = None if cluster is None else find(cluster)
@@ -68,27 +68,27 @@ def trace(
 def unrolled(
     module: Module, recorder: Recorder, cluster: Cluster | None = None, options: Options | None = None
 ) -> Trace:
-    """The trace of a compiled module. Its ranks are those of the recorder's mesh."""
+    """The trace of a compiled module on the recorder's mesh."""
     program = Unroll(Flow(module, recorder.mesh), recorder.chunk, options or Options())
     program.run(module.entry, [])
     return recorded(recorder, program.tasks, set(range(len(program.tasks))), cluster, record=0)
 
 
 MOST_TASKS = 100_000
-"""Of a program. Each is an event on every rank."""
+"""The most tasks of a program. Each is an event on every rank."""
 WRITTEN_OUT = 1_000
-"""Tasks of a loop that sends nothing, up to which every iteration is shown; a longer one is shown as one task."""
+"""The most tasks for which a loop that sends nothing is unrolled; a longer one is shown as one task."""
 
 Value = tuple[int, ...] | list[Any]
-"""What must have been done before a value is there: tasks by number; of a tuple, for each of its elements."""
+"""The numbers of the tasks that must end before a value exists; for a tuple, one such entry for each element."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a module does not say.
+    """Assumptions about a module.
 
-    branch       which branch is taken where the data decides; None: any of them, if all send the same
-    trips        how often a loop runs where the data decides; None: not known
+    branch       which branch is taken if it depends on data; None: any of them, if all send the same
+    trips        how often a loop runs if it depends on data; None: unknown
     accelerator  whether to send as on GPUs and TPUs, though XLA compiled for CPUs
     """
 
@@ -98,10 +98,10 @@ class Options:
 
 
 class Unroll:
-    """Follows a module and writes down what the ranks have to do: `tasks`.
+    """Follows a module and collects the ranks' `tasks`.
 
-    chunk    gives each (rank, piece) a number, for messages
-    options  what is not in the module
+    chunk    (rank, piece) -> the number of the chunk, for messages
+    options  assumptions about data-dependent control flow
     """
 
     def __init__(self, flow: Flow, chunk: Callable[[int, int], int], options: Options, works: Works | None = None):
@@ -111,7 +111,7 @@ class Unroll:
         self._num_messages = 0
 
     def run(self, name: str, parameters: Sequence[Value]) -> Value:
-        """What a computation returns."""
+        """Follow a computation. Returns its result."""
         values: dict[str, Value] = {}
         result: Value = ()
         for one in self._module.computations[name]:
@@ -235,7 +235,7 @@ class Unroll:
         return all(task.kind == "compute" for task in self.tasks[first:])
 
     def _as_one(self, first: int, times: int, one: Instruction, where: str) -> tuple[int]:
-        """Replace the tasks from `first` on, done `times` times, by a single one. Returns its number."""
+        """Replace the tasks from `first` on, repeated `times` times, by a single one. Returns its number."""
         parts = self.tasks[first:]
         del self.tasks[first:]
         needs = tuple(sorted({need for part in parts for need in part.needs if need < first}))
@@ -270,7 +270,7 @@ class Unroll:
         return _after(self.run(branches[chosen], [_after(values[1 + chosen], decided)]), decided)
 
     def _tried(self, branch: str) -> list[Task]:
-        """What a branch would do."""
+        """The tasks of a branch."""
         trial = Unroll(self._flow, lambda *_: 0, self._options, self._works)
         trial.run(branch, [()])
         return trial.tasks
@@ -284,14 +284,14 @@ def _needs(value: Value) -> set[int]:
 
 
 def _after(value: Value, needs: set[int]) -> Value:
-    """The value, but it does not exist before these tasks have been done too."""
+    """The value, but it exists only after these tasks have also ended."""
     if not needs:
         return value
     return tuple(sorted(needs.union(value))) if isinstance(value, tuple) else [_after(x, needs) for x in value]
 
 
 def _all(value: Value, task: tuple[int]) -> Value:
-    """A value of this form, made entirely by one task."""
+    """A value of this structure, made entirely by one task."""
     return task if isinstance(value, tuple) else [_all(element, task) for element in value]
 
 

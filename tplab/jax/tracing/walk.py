@@ -1,4 +1,4 @@
-"""From a jaxpr to tasks: every equation of a rank's program, in order, with loops and calls written out."""
+"""From a jaxpr to tasks: every equation of a rank's program, in order, with loops unrolled and calls inlined."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ MOST_ITERATIONS = 10_000  # of a while_loop
 
 
 class Walk:
-    """Follows a program on all ranks at once. `tasks` is what they have to do; `chunk` gives chunks their numbers."""
+    """Follows a program on all ranks at once and collects their `tasks`; `chunk` numbers the chunks."""
 
     def __init__(self, mesh: Mesh, chunk: Chunk, reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
-        self.kept: list[int] = []  # tasks with an effect: they are done even if no result needs them
+        self.kept: list[int] = []  # tasks with an effect, which run even if no result needs them
         self._num_chunks = [0] * mesh.size
         self._actions = Actions(self.tasks, chunk, mesh.size)
         self._phase = "forward"
-        self._needed: list[Needed] = []  # of the jaxprs that we are in, from the whole program's on
-        self._decided: tuple[Needs, int] = (), 0  # what decided that we are here, and the number of tasks at that time
+        self._needed: list[Needed] = []  # of the enclosing jaxprs, the whole program's first
+        self._decided: tuple[Needs, int] = (), 0  # what the current branch depends on, and the number of tasks then
 
     def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
-        """What the outputs of `jaxpr` hold once `ranks` have run it. `where` is the line it was called from."""
+        """The outputs of `jaxpr` once `ranks` have run it. `where` is the line that calls it."""
         held: dict[Any, Held] = dict(zip(jaxpr.constvars, consts, strict=True))
         held.update(zip(jaxpr.invars, args, strict=True))
 
@@ -85,7 +85,7 @@ class Walk:
     def _equation(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         name, params = eqn.primitive.name, eqn.params
         if name in EXCHANGES:
-            if name == "ragged_all_to_all":  # what it sends, as if spread evenly; then where each rank's rows are
+            if name == "ragged_all_to_all":  # the data, as if spread evenly; then where each rank's rows are
                 inputs = [Held(eqn.invars[0].aval, {task for held in inputs for task in held.needs})]
             return [self._exchange(eqn, x, out.aval, ranks, where) for x, out in zip(inputs, eqn.outvars, strict=True)]
         if name in ("pvary", "pcast"):
@@ -156,12 +156,12 @@ class Walk:
         return outputs
 
     def _is_needed(self, x: Held) -> bool:
-        """Whether anything needs it later, so that it cannot be overwritten."""
+        """Whether it is needed later, and so cannot be overwritten."""
         return any(needed.later(x) for needed in self._needed)
 
     def _product_that_adds(self, eqn: Any, inputs: list[Held], needed: Needed, ranks: Ranks) -> int | None:
-        """The product that an addition is part of, as in y += x w: nothing else uses it, and what is added was computed
-        before it. (The product would have to wait for anything that is received.)"""
+        """The product into which an addition can be fused, as in y += x w: it has no other use, and the other summand
+        was computed before it. (If the summand is received, the fused product would have to wait for it.)"""
         if eqn.primitive.name not in ("add", "add_any") or inputs[0].shape != inputs[1].shape:
             return None
         for atom, held, other in zip(eqn.invars, inputs, reversed(inputs), strict=True):
@@ -173,7 +173,7 @@ class Walk:
         return None
 
     def _added(self, product: int, eqn: Any, inputs: list[Held], ranks: Ranks) -> Held:
-        """The sum, where the product does the addition: what it adds to is read as well."""
+        """The sum, fused into the product, which then also reads the other summand."""
         task = self.tasks[product]
         other = inputs[0] if inputs[1].needs == (product,) else inputs[1]
         made = inputs[1] if inputs[1].needs == (product,) else inputs[0]
@@ -185,7 +185,7 @@ class Walk:
         return result
 
     def _exchange(self, eqn: Any, x: Held, aval: Any, ranks: Ranks, where: str) -> Held:
-        """A collective: one task for all ranks, unless each is alone along the axis."""
+        """A collective: one task for all ranks, unless the axis has only one."""
         exchange, params = EXCHANGES[eqn.primitive.name], eqn.params
         op, names = exchange.name_in(eqn), exchange.names(params)
         groups = exchange.groups(params, self.mesh)
@@ -211,7 +211,7 @@ class Walk:
             number = self._actions.exchange(self._waiting(task)) if op == "send" else self._add(task)
         else:
             given = self._after(op, groups, x, exchange.root(eqn))
-            if len(groups[0]) < self.mesh.size:  # what a collective of all ranks returns has data of them all
+            if len(groups[0]) < self.mesh.size:  # the result of a collective of all ranks has data of them all
                 result.labels = [given.get(rank) for rank in self.mesh.ranks]
             about |= {"costs": exchange.op, "reduction": exchange.reduction(op), "labels": given}
             number = self._add(Task("collective", op, carried=result, **about))
@@ -219,7 +219,7 @@ class Walk:
         return result
 
     def _after(self, op: str, groups: Sequence[Ranks], x: Held, root: int) -> dict[int, Label]:
-        """Every rank's label of what it gets from a collective on x."""
+        """The label of each rank's result of a collective on x."""
         labels: dict[int, Label] = {}
         for group in groups:
             is_all = len(group) == self.mesh.size
@@ -229,7 +229,7 @@ class Walk:
         return labels
 
     def _label_of(self, x: Held, rank: int) -> Label:
-        """The label under which `rank` sends x: that of what it received, or of a new chunk if it never travelled."""
+        """The label under which `rank` sends x: the label of received data, or a new chunk for its own data."""
         known = x.label(rank)
         label = known if known is not None and (known.chunk >= 0 or not known.contributors) else x.sent.get(rank)
         if label is None:
@@ -244,7 +244,7 @@ class Walk:
         return len(self.tasks) - 1
 
     def _waiting(self, task: Task) -> Task:
-        """The task in the program's phase, after what decided that it is done at all."""
+        """The task in the program's phase, which waits for the decision that it runs at all."""
         task.phase = self._phase
         task.needs = tuple(sorted({*task.needs, *self._decided[0]}))
         return task
@@ -259,7 +259,7 @@ class Walk:
         return self.run(jaxpr, consts, inputs, ranks, where)
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """Every iteration, one after another."""
+        """Follow every iteration."""
         params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn.params)
         consts, carry, xs = _cut(inputs, num_consts, num_carry)
         body, length = params["jaxpr"], params["length"]
@@ -282,7 +282,7 @@ class Walk:
         return stacked
 
     def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """The iterations that each rank makes."""
+        """Follow the iterations of each rank."""
         params = eqn.params
         for_cond, for_body, carry = _cut(inputs, params["cond_nconsts"], params["body_nconsts"])
         counts = self._reports.of(eqn, ranks, where)
@@ -305,7 +305,7 @@ class Walk:
         )
 
     def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        """The branch that each rank takes."""
+        """Follow the branch that each rank takes."""
         branches, (which, *operands) = eqn.params["branches"], inputs
         values = self._reports.of(eqn, ranks, where) or self._known(eqn, which, where)
         taken = {rank: min(max(int(values[rank]), 0), len(branches) - 1) for rank in ranks}
@@ -320,25 +320,25 @@ class Walk:
         return [held.after(self._decided[0]) for held in chosen]
 
     def _goes_on(self, eqn: Any, decision: Held, times: int, ranks: Ranks, where: str) -> PerRank:
-        """Whether each rank goes on with a loop after so many turns, where that is worked out."""
+        """Whether each rank continues a loop after `times` iterations, if the decision is computed here."""
         return self._known(eqn, decision, where)
 
     def _known(self, eqn: Any, decision: Held, where: str) -> PerRank:
-        """What each rank decides at an equation whose decision is worked out."""
+        """What each rank decides at an equation whose decision is computed here."""
         values = decision.values()
         if values is None:
             raise unknown(eqn, where, self._reports.why_unknown(eqn))
         return values
 
     def _wait_for(self, decision: Held) -> None:
-        """From here on, until `_decided` is restored, everything waits for this as well."""
+        """Make everything from here on, until `_decided` is restored, wait for this decision too."""
         needs, since = self._decided
-        if all(number < since for number in decision.needs):  # otherwise the last of them waited for those before
+        if all(number < since for number in decision.needs):  # otherwise the last of them waited for the others
             decision = decision.after(needs)
         self._decided = decision.needs, len(self.tasks)
 
     def _either(self, choices: list[tuple[Iterable[int], Held]]) -> Held:
-        """What was computed in one way on some ranks and in another on others: each rank's first choice."""
+        """A value that different ranks computed in different ways: for each rank, the first choice that includes it."""
         if len(choices) == 1 or all(held is choices[0][1] for _, held in choices):
             return choices[0][1]
         chosen: list[int] = [0] * self.mesh.size
@@ -353,7 +353,7 @@ class Walk:
 
 
 def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dict[str, Any]:
-    """For a computation: each rank's label of the result, and the ranks where it has more contributors than before."""
+    """For a computation: each rank's label of the result, and the ranks on which it gains contributors."""
     known = {rank: label for rank, label in enumerate(labels or ()) if label is not None and label.chunk >= 0}
     received = {rank: [label for held in inputs if (label := held.label(rank)) is not None] for rank in known}
     first = {rank: next(label for label in labels if label.chunk >= 0) for rank, labels in received.items()}
@@ -362,7 +362,7 @@ def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dic
 
 
 def _makes_tasks(eqn: Any) -> bool:
-    """Whether it contains more than numbers that locate others."""
+    """Whether it contains more than computations of indices."""
     return any(
         inner.primitive.name in EXCHANGES or any(variable.aval.shape for variable in inner.outvars)
         for jaxpr in inside(eqn)
@@ -383,7 +383,7 @@ def _item(x: Held, aval: Any, place: int) -> Held:
 
 
 def _bound(eqn: Any, num_ranks: int, values: list[PerRank]) -> list[PerRank]:
-    """The equation, evaluated by JAX for one rank after another, but only once for ranks with the same operands."""
+    """Evaluate the equation with JAX for one rank after another, but only once for ranks with the same operands."""
     params = {key: None if key in ("sharding", "out_sharding") else value for key, value in eqn.params.items()}
     results, found = [], {}
     for operands in zip(*values, strict=True) if values else [()] * num_ranks:
@@ -396,5 +396,5 @@ def _bound(eqn: Any, num_ranks: int, values: list[PerRank]) -> list[PerRank]:
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy array, which unlike JAX's belongs to no mesh. Random keys have no such form."""
+    """A NumPy array, which unlike JAX's does not belong to a mesh. Random keys cannot be converted."""
     return value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) else np.asarray(value)

@@ -14,13 +14,13 @@ from tplab.jax.tracing.sending import as_written, is_inserted
 PASSED_ON = {
     "bitcast", "copy-start", "opt-barrier", "optimization-barrier", "domain", "get-tuple-element", "recv",
 }  # fmt: skip
-"""What gives on what it is given, as every "-done" and "-update" does."""
+"""Operations that pass on their operand, as every "-done" and "-update" does."""
 
 FREE = {
     "constant", "iota", "partition-id", "replica-id", "after-all", "reshape", "broadcast", "add-dependency",
     "get-dimension-size", "rng-get-and-update-state", "parameter", "tuple",
 }  # fmt: skip
-"""What moves no data."""
+"""Operations that move no data."""
 
 _COPIES = {
     "copy", "transpose", "concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "reverse", "gather",
@@ -30,7 +30,7 @@ _COPIES = {
 
 class Work(NamedTuple):
     """main     the instruction that characterises it: a fusion's product, if it has one
-    array    what it makes, or the first of several
+    array    its result, or the first of several
     rate     the dtype in which it computes: that of a product's operands
     matmul   (m, n, k, batch) of that product
     """
@@ -44,14 +44,14 @@ class Work(NamedTuple):
 
 
 class Works:
-    """What the instructions of a module compute. Each is worked out once, however often it runs."""
+    """The work of a module's instructions. Each is analysed once, however often it runs."""
 
     def __init__(self, flow: Flow):
         self._flow = flow
         self._known: dict[tuple[str, str], Work | None] = {}
 
     def of(self, place: Spot) -> Work | None:
-        """What an instruction computes; None if it moves no data."""
+        """The work of an instruction; None if it moves no data."""
         key = place.computation, place.one.name
         if key not in self._known:
             arrays = [array for x in (place, *self._flow.operands(place)) for array in x.one.arrays]
@@ -60,7 +60,7 @@ class Works:
         return self._known[key]
 
     def _of(self, place: Spot) -> Work:
-        """A fusion counts everything inside it, but only the bytes that go in and out."""
+        """The work of an instruction. A fusion counts all FLOPs inside it, but only the bytes that go in and out."""
         flow, inside = self._flow, self._flow.inside(place)
         array = as_written(flow, place)
         flops = {inner.one.name: _flops(flow, inner) for inner in inside}
@@ -74,13 +74,13 @@ class Works:
         return Work(main.one, array, rate, *about, _matmul(main.one, factors))
 
     def _named(self, place: Spot, inside: Sequence[Spot]) -> Instruction:
-        """The instruction itself; of a fusion to which XLA gave no name, the last inside it that has one."""
+        """The instruction itself; for a fusion without a name from XLA, the last instruction inside it that has one."""
         named = [inner.one for inner in inside if inner.one.primitive and not is_inserted(inner.one)]
         return place.one if place.one.primitive or not named else named[-1]
 
 
 def is_product(one: Instruction) -> bool:
-    """Whether it multiplies matrices, or convolves."""
+    """Whether it is a matrix product or a convolution."""
     return one.op in ("dot", "convolution") or (one.op == "custom-call" and bool(_PRODUCT.search(one.attributes)))
 
 
@@ -127,17 +127,17 @@ def _flops(flow: Flow, place: Spot) -> int:
 
 _PIECES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""And which of their operands is the update."""
+"""Instructions that update an array -> which operand is the update."""
 
 
 def hands_on(flow: Flow, place: Spot) -> bool:
-    """Whether it only hands its operand on: a view, or what XLA has converted."""
+    """Whether it only passes its operand on: a view, or a conversion by XLA."""
     inside = [inner for inner in flow.inside(place) if inner.one.op != "parameter"]
     return bool(inside) and all(map(_is_view, inside))
 
 
 def is_combining(flow: Flow, place: Spot) -> bool:
-    """Whether it adds to what is there, or combines both in another way: a scatter that does not just set it."""
+    """Whether it combines the update with the existing values, as in a sum, rather than replacing them."""
     called = (flow.module.computations.get(name, []) for name in place.one.called("to_apply"))
     return any(inner.is_root and inner.op != "parameter" for ones in called for inner in ones)
 
@@ -148,25 +148,25 @@ def num_bytes(flow: Flow, place: Spot) -> int:
         slice, dynamic-slice    the piece, read and written
         gather                  the rows, read and written, and the indices
         dynamic-update-slice    the update, read and written
-        scatter                 the update, read and written, and the indices; what is there is read too where both are
-                                combined, as in a sum
+        scatter                 the update, read and written, and the indices; the existing values are read too if both
+                                are combined, as in a sum
 
-    A fusion reads its operands and writes its results, and those that it uses in part only in part. XLA counts in the
-    same way (HloCostAnalysis in xla/service/hlo_cost_analysis.cc, read at openxla/xla 001918b), but it reads what is
-    there for every scatter. Arrays have the dtypes of the program (`as_written`).
+    A fusion reads its operands and writes its results, or the parts of them that it uses. XLA counts in the same way
+    (HloCostAnalysis in xla/service/hlo_cost_analysis.cc, read at openxla/xla 001918b), but it reads the existing values
+    for every scatter. Arrays have the dtypes of the program (`as_written`).
 
-    An update is in place if nothing needs the array afterwards. Where something does, XLA makes a copy first, which is
-    an instruction of its own. For CPUs it converts a narrow array to and fro instead, so that the update needs no copy:
-    there we add the one that GPUs and TPUs make.
+    An update is in place if nothing needs the array afterwards. Otherwise XLA makes a copy first, as a separate
+    instruction. For CPUs it instead converts a narrow array back and forth, so that the update needs no copy: there we
+    add the copy that GPUs and TPUs make.
     """
     return _Touched(flow, place).num_bytes()
 
 
 class _Touched:
-    """An instruction, or those inside a fusion, and the arrays that they are given.
+    """An instruction, or the instructions inside a fusion, and their input arrays.
 
     body      the instructions, by name
-    given     for each array that is given, what it is called here, and where it is made
+    given     for each input array, its name here, and where it is made
     results   the names of the arrays that are returned
     """
 
@@ -199,7 +199,7 @@ class _Touched:
         return total
 
     def _source(self, name: str) -> str:
-        """What this is a view of, here."""
+        """The array here that this is a view of."""
         while name in self.body and _is_view(self.body[name]):
             name = self.body[name].one.operands[0]
         return name
@@ -234,13 +234,13 @@ class _Touched:
         return total
 
     def _bytes(self, given: Spot, size: int) -> int:
-        """Those of so many elements of an array that is given."""
+        """The bytes of `size` elements of an input array."""
         array = as_written(self.flow, given)
         return array._replace(shape=(min(size, array.size),)).num_bytes
 
 
 def _whole(flow: Flow, place: Spot | None) -> int:
-    if place is None:  # a result that is given already
+    if place is None:  # a result that is an input
         return 0
     arrays: list[Array] = place.one.arrays if len(place.one.arrays) != 1 else [as_written(flow, place)]
     return sum(array.num_bytes for array in arrays)

@@ -20,7 +20,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def save(folder: str | Path, step: int, stages: Stages, state: Any, packing: GPTPacking, optimizer: Optimizer) -> None:
-    """Write the model and the optimizer after `step` steps; where ranks hold copies, the lowest rank's."""
+    """Write the model and the optimizer after `step` steps; of copies, the lowest rank's."""
     mesh, about = packing.mesh, gpt_parameters(packing.config, packing.axis)
     kinds: dict[str, Arrays] = {"model": packing.unpack(stages)}
     kinds |= dict(zip(STATES, map(packing.unpack, optimizer.moments_in(state)), strict=True))
@@ -46,8 +46,8 @@ def save(folder: str | Path, step: int, stages: Stages, state: Any, packing: GPT
 
 
 def load(folder: str | Path, step: int, packing: GPTPacking, optimizer: Optimizer) -> tuple[Stages, Any]:
-    """The stages and the optimizer's states that were saved after `step` steps, on any mesh; `beginning` has compared
-    them with their checksums."""
+    """The stages and the optimizer's states that were saved after `step` steps, on any mesh. `beginning` has already
+    verified the checksums."""
     arrays = checkpoint.load(folder, step, is_checked=True)
     kinds = ("model", *STATES)
     stages, *moments = (packing.pack({name: arrays[f"{kind}.{name}"] for name in packing.specs}) for kind in kinds)

@@ -1,4 +1,4 @@
-"""The state of a whole GPT, and the same numbers packed into the stages of a pipeline."""
+"""The state of a whole GPT, and the same values packed into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tplab.training.recipe import data_axes
 def blueprints_on(
     mesh: Mesh, layers: Sequence[LayerSpec], schedule: Schedule, axis: str = "pp", on: str | None = None
 ) -> Blueprints:
-    """What `stages_of` would make of the layers on this mesh, without numbers. Nothing is compiled or run."""
+    """The blueprints of the layers on this mesh, as of `stages_of`. Nothing is compiled or run."""
     found = []
 
     def look(nothing: Any) -> Any:
@@ -54,10 +54,10 @@ def _sharded(spec: LayerSpec, axis: Axis) -> ShardedLayer:
 
 
 class _Packed(NamedTuple):
-    """A parameter on a rank, and where its numbers are in the rank's row of a joined array.
+    """A parameter on a rank, and where its values are in the rank's row of a joined array.
 
     name    in the whole state          shape   of the rank's tensor-parallel piece, padded to the size of all ranks'
-    held    which of its numbers, in row-major order: with ZeRO 3 those of the data-parallel rank, otherwise all
+    held    which of its values, in row-major order: with ZeRO 3 those of the data-parallel rank, otherwise all
     """
 
     rank: int
@@ -75,8 +75,8 @@ class _Packed(NamedTuple):
 class GPTPacking:
     """Which elements of the joined arrays of `Stages` belong to which parameter of a GPT.
 
-    The joined array of a kind has a row per rank of the axes along which the kind differs: those of the pipeline, of
-    tensor and expert parallelism for what is spread over it, and of data parallelism where layers are `sharded_layer`s.
+    The joined array of a kind has a row per rank of the axes along which the kind differs: that of the pipeline, those
+    of tensor and expert parallelism for sharded parameters, and that of data parallelism for `sharded_layer`s.
 
     cut   the mesh of the axes along which parameters are cut: tensor parallelism, and the axis of experts
     """
@@ -87,7 +87,7 @@ class GPTPacking:
         self.cut = Mesh(**{name: mesh.axis_size(name) for name in ("ep", axis) if name in mesh.axis_names})
 
     def pack(self, state: Mapping[str, Any]) -> Stages:
-        """From name -> whole array, Stages of NumPy arrays, joined as Stages.specs say."""
+        """From name -> whole array to Stages of NumPy arrays, joined according to Stages.specs."""
         pieces = split_state({name: np.asarray(x) for name, x in state.items()}, self.specs, self.cut)
         rows = {kind: np.zeros((self._num_rows(kind), size), kind.dtype) for kind, size in self._sizes.items()}
         for place in self._places():
@@ -114,7 +114,7 @@ class GPTPacking:
         return merge_state(states, self.specs, self.cut, np.concatenate)
 
     def where(self, end: str) -> Flat:
-        """Inside a rank's program: ones where parameters are whose names end like this, and zeros elsewhere."""
+        """Inside a rank's program: ones for parameters whose names end in `end`, and zeros elsewhere."""
         about = self.blueprints
 
         def of_rank(rank: int) -> Callable[[], Flat]:
@@ -130,7 +130,7 @@ class GPTPacking:
         return self.mesh.index(rank, self.cut.axis_names)
 
     def names_on(self, rank: int) -> list[str]:
-        """The names of the parameters that a rank has, each once."""
+        """The distinct names of the parameters of a rank."""
         return list(dict.fromkeys(place.name for place in self._places() if place.rank == rank))
 
     @property
@@ -164,7 +164,7 @@ class GPTPacking:
 
 
 def whole_shapes(blueprint: Blueprint) -> list[tuple[int, ...]]:
-    """The whole shape of each parameter of a stage, even where ranks have pieces of it."""
+    """The whole shape of each parameter of a stage, even if ranks have pieces of it."""
     params = blueprint.structure.unflatten(blueprint.layout.slots)
     leaves = jax.tree.leaves(params, is_leaf=lambda x: is_sharded(x) or isinstance(x, Slot))
     return [leaf.whole_shape if is_sharded(leaf) else leaf.shape for leaf in leaves]

@@ -1,4 +1,4 @@
-"""AdamW over the stages of a GPT, divided over the data-parallel ranks as ZeRO says; and clipping."""
+"""AdamW over the stages of a GPT, divided over the data-parallel ranks by ZeRO; and clipping."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tplab.training.recipe import Recipe, data_axes
 
 
 class _Steps(NamedTuple):
-    """What a step takes off the parameters: AdamW's update times the rate, and of routers' biases their own rate with
-    the sign of the gradient, which is a whole number if multiplied by `whole`. `biases` is 1 there, 0 elsewhere."""
+    """The update that a step subtracts: AdamW's times the rate; for routers' biases, their own rate times the sign of
+    the gradient, which times `whole` is a whole number. `biases` is 1 for these biases, and 0 elsewhere."""
 
     adamw: Any
     rate: Array
@@ -45,11 +45,11 @@ class _Steps(NamedTuple):
 
 
 class Optimizer:
-    """AdamW as a recipe says; the learning rate is passed to each step.
+    """A recipe's AdamW; the learning rate is passed to each step.
 
-    Its states leave a rank's program and come back as `specs` say. With ZeRO 1 and 2 each of the R ranks that hold
-    copies of a flat array of `Stages` has a part of it: ceil(n / R) of its n numbers. Experts have copies along those
-    data axes that do not cut them. With ZeRO 3 `Stages` themselves are divided.
+    Its states enter and leave a rank's program by `specs`. With ZeRO 1 and 2 each of the R ranks that hold copies of a
+    flat array of `Stages` has a part of the states: ceil(n / R) of n numbers. Experts have copies along the data axes
+    that do not cut them. With ZeRO 3 `Stages` themselves are divided.
     """
 
     def __init__(self, packing: GPTPacking, recipe: Recipe):
@@ -61,17 +61,17 @@ class Optimizer:
         self._sharded = shard_optimizer(self._adamw, self._data_axes, specs=lie) if recipe.zero in (1, 2) else None
 
     def reduced(self, grads: Stages) -> Stages:
-        """Inside a rank's program: the gradients in the form that `update` takes; with ZeRO 1 and 2 this rank's part of
-        their mean."""
+        """Inside a rank's program: the gradients in the form for `update`; with ZeRO 1 and 2, this rank's part of their
+        mean."""
         return grads if self._sharded is None else self._sharded.reduce_gradients(grads).tree
 
     def no_gradients(self) -> Stages:
-        """What `reduced` returns for gradients that are zero."""
+        """The result of `reduced` for zero gradients."""
         zeros = {k: jnp.zeros(-(-size // self._num_parts(k)), k.dtype) for k, size in self._sizes.items()}
         return Stages({kind: vary(x, self._axes(kind)) for kind, x in zeros.items()}, self._blueprints)
 
     def update(self, stages: Stages, state: Any, grads: Stages, rate: Array) -> tuple[Stages, Any, Array]:
-        """Inside a rank's program: (the stages after the step, the new state, the norm that the gradients had)."""
+        """Inside a rank's program: (the stages after the step, the new state, the norm of the gradients)."""
         experts = self._packing.config.experts
         biases = self._packing.where(ROUTER_BIAS) if experts is not None and experts.bias_rate else {}
         norm = self._norm(grads, biases)
@@ -91,7 +91,7 @@ class Optimizer:
 
     @property
     def specs(self) -> Any:
-        """How the states lie on the mesh."""
+        """The specs of the states."""
         moments = Stages({kind: P(self._axes(kind)) for kind in self._sizes}, self._blueprints)  # type: ignore[misc]
         return self._state(P(), moments, moments)
 
@@ -109,15 +109,15 @@ class Optimizer:
         return states if self._sharded is None else {"states": states}
 
     def _norm(self, grads: Stages, biases: Flat) -> Array:
-        """The norm with each number of the model once, and none of routers' biases: what there is of the gradients
-        times ones and zeros."""
+        """The norm that counts each parameter of the model once, and routers' biases not at all: the gradients are
+        multiplied by ones and zeros."""
         ones = {kind: kind.zeros(size) + 1 for kind, size in self._sizes.items()}
         counts = self._pieces(once({kind: one - biases.get(kind, 0) for kind, one in ones.items()}, self._blueprints))
         counted = {kind: x * counts[kind] for kind, x in grads.flat.items()}
         return gradient_norm(list(counted.values()), [P(self._axes(kind)) for kind in counted])
 
     def _pieces(self, flat: Flat) -> Flat:
-        """This rank's part of each array; all of it where nothing is shared."""
+        """This rank's part of each array; all of it if ranks do not share the states."""
         shared = {kind: axes for kind in flat if (axes := self._shared_by(kind))}
         return flat | {k: held_of(pieces_of([flat[k]], axes), [flat[k]], axes)[0] for k, axes in shared.items()}
 
@@ -150,7 +150,7 @@ class Optimizer:
         return self._packing.blueprints.sizes
 
     def _shared_by(self, kind: Kind) -> tuple[str, ...]:
-        """The axes whose ranks share the states of what they hold copies of."""
+        """The axes whose ranks share the states of their copies."""
         return () if self._sharded is None else tuple(name for name in self._data_axes if name not in kind.axes)
 
     def _num_parts(self, kind: Kind) -> int:

@@ -1,4 +1,4 @@
-"""Training a GPT over data, pipeline and tensor parallelism at once: a loop to read, and to take what you need from."""
+"""Training a GPT over data, pipeline and tensor parallelism at once: a loop to read, and to copy from."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def train(
 
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
-    folder    where checkpoints go: training can go on from them on any other mesh, in either framework
-    resume    go on from the newest checkpoint in the folder: bit for bit as if there had been no break. If there is
-              none, training begins at step 0, and says so
+    folder    where checkpoints go: training can resume from them on any other mesh, in either framework
+    resume    continue from the newest checkpoint in the folder: bit for bit as if there had been no break. If there is
+              none, training begins at step 0 and says so
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
     on        the kind of devices, as for `run`
     seed      the seed of the first weights, the batches and dropout
@@ -89,7 +89,7 @@ def train(
 
 
 class _Loop:
-    """What is compiled once, for all steps."""
+    """The functions that are compiled once, for all steps."""
 
     def __init__(self, config: GPTConfig, recipe: Recipe, mesh: Mesh, on: str | None, seed: int):
         self._config, self._recipe, self._mesh, self._on, self._seed = config, recipe, mesh, on, seed
@@ -154,7 +154,7 @@ class _Loop:
         )
 
     def _loss_and_grads(self, stages: Stages, ids: Array, targets: Array, key: Any) -> tuple[Array, Stages]:
-        """The loss, and the gradients as the optimizer takes them: with ZeRO 2 they are cut after every microbatch."""
+        """The loss, and the gradients in the optimizer's form: with ZeRO 2 they are cut after every microbatch."""
         num_parts = self._recipe.num_parts
         if num_parts == 1:
             return self._of_part(stages, ids, targets, key, 0)

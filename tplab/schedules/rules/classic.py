@@ -92,7 +92,7 @@ def in_groups(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> 
 
     A group goes through the rank's first stage, then through its next. A group of p is just long enough for its first
     microbatch to come round all ranks. If m is not a multiple of p, the m // p groups are made as equal as possible
-    (torch requires equal groups, and Megatron-LM requires m to be a multiple of p).
+    (torch requires equal groups; Megatron-LM's have p microbatches unless it is told another number).
     """
     groups = cut(microbatches, max(1, microbatches // ranks), "even")
     stage = np.concatenate([np.arange(virtual_stages).repeat(len(group)) for group in groups]) * ranks + rank

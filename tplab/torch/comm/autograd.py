@@ -30,7 +30,7 @@ class Forward(NamedTuple):
 
 
 def do(call: Call, x: Tensor) -> Tensor:
-    """Run the collective and wait for it; meanwhile the other pass of a pair goes on, if there is one."""
+    """Run the collective and wait for it. If this pass is one of a pair, the other one goes on meanwhile."""
     rank = this_rank()
     if rank.pair is not None and x.is_floating_point() and transform() is None:
         pending = start_on(call, x)
@@ -42,16 +42,16 @@ def do(call: Call, x: Tensor) -> Tensor:
 
 
 def start_on(call: Call, x: Tensor) -> Pending:
-    """Begin the collective; the handle's `wait` returns the result."""
+    """Start the collective; the handle's `wait` returns the result."""
     if not _is_followed(x):
         return this_rank().begin(call, x)
-    if transform() is not None:  # its tensors cannot wait outside it
+    if transform() is not None:  # tensors of a transform cannot wait outside it
         return _Landed(do(call, x))
     return _Flight(call, x)
 
 
 def varying(x: Tensor, axis: Axis) -> Tensor:
-    """The same replicated x, but each rank then uses it in its own way: its gradient is the sum of theirs."""
+    """Return the same replicated x for per-rank use: its gradient is the sum of the ranks' gradients."""
     check_no_forward_mode()
     y: Tensor = _Varying.apply(x, axis) if torch.is_grad_enabled() else x.detach()  # type: ignore[assignment]
     if (types := (rank := this_rank()).types) is not None:
@@ -79,9 +79,9 @@ def check_no_forward_mode() -> None:
 
 
 class _Exchange:
-    """One collective on its way, forward and backward: what its nodes in the graph share.
+    """One collective, forward and backward: the state that its graph nodes share.
 
-    It holds no tensor of the graph, which would keep itself alive; `sent` is a copy.
+    It holds no tensor of the graph, because the graph would then keep itself alive; `sent` is a copy.
     """
 
     __slots__ = ("call", "gradient", "pending", "sent", "sizes")
@@ -100,7 +100,7 @@ class _Exchange:
 
 
 class _Blocking(torch.autograd.Function):
-    """Forward: the collective. Backward: the one that transposes it, itself differentiable."""
+    """Forward: the collective. Backward: its transpose, itself differentiable."""
 
     @staticmethod
     def forward(x: Tensor, exchange: _Exchange) -> Tensor:
@@ -138,9 +138,9 @@ class _Blocking(torch.autograd.Function):
 class _Flight(Pending):
     """A differentiable collective between its start and its wait.
 
-    In the graph these are two nodes, joined by a token. The backward pass reaches them in reverse order: at `wait` the
-    gradient arrives and its collective begins, at `start` it is waited for, and whatever the backward pass computes
-    between the two overlaps with it, as in the forward pass. The gradient passes from one node to the other outside the
+    In the graph it is two nodes, joined by a token, which the backward pass reaches in reverse order. At `wait` the
+    gradient arrives and its collective starts; at `start` that collective is waited for. Whatever the backward pass
+    computes between the two overlaps with it, as in the forward pass. The gradient passes between the nodes outside the
     graph, in the exchange; under create_graph it has a graph of its own, with two nodes of the same kind.
     """
 
@@ -163,7 +163,7 @@ class _Start(torch.autograd.Function):
         exchange.pending = this_rank().begin(exchange.call, x)
         if exchange.keeps:
             exchange.sent = own(x)
-        return _token(x)
+        return token(x)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -190,13 +190,13 @@ class _Wait(torch.autograd.Function):
         exchange, (y,) = ctx.exchange, ctx.saved_tensors or (None,)
         dx = _transposed(exchange.call, grads[0], Forward(exchange.sent, y, exchange.sizes))
         exchange.gradient = start_on(*dx) if isinstance(dx, Plan) else dx
-        return _token(grads[0]), None
+        return token(grads[0]), None
 
 
-def _token(like: Tensor) -> Tensor:
-    """The tensor that joins the two nodes; it is no operation of the program."""
+def token(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor that joins the two nodes; making it is not an operation of the program."""
     with no_dispatch():
-        return like.new_zeros(())
+        return like.new_zeros((), dtype=dtype)
 
 
 class _Landed(Pending):
@@ -233,7 +233,7 @@ class _Varying(torch.autograd.Function):
 
 
 def _transposed(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
-    """dx, or the plan of the collective that computes it, as the collective's row says."""
+    """dx, or the plan of the collective that computes it, as given by the collective's row."""
     row, reduction = call.row, call.reduction
     if row.takes == "one":
         return _sent_back(call, dy)
@@ -258,7 +258,7 @@ def _transposed(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
 
 
 def _sent_back(call: Call, dy: Tensor) -> Plan:
-    """The gradient goes back the way the message came."""
+    """The collective that sends the gradient back the way the message came."""
     (param,) = call.params
     back = -param if call.op == "ring_shift" else tuple((target, source) for source, target in param)
     peers = call.peers
@@ -266,7 +266,7 @@ def _sent_back(call: Call, dy: Tensor) -> Plan:
 
 
 def _batched(call: Call) -> Call:
-    """The same collective where a dim is put in front of all others."""
+    """The same collective with a batch dim in front of all others."""
     if call.splits is not None:
         raise NotImplementedError(f"vmap of {call.op} with sizes: pieces of different sizes are cut along dim 0 alone")
     params = tuple(param + 1 if name.endswith("dim") else param for name, param in call.about.items())
@@ -274,13 +274,13 @@ def _batched(call: Call) -> Call:
 
 
 def _received(call: Call, dx: Tensor) -> Tensor:
-    """What the collective of a backward pass has returned: if that is replicated, each rank's own from here on."""
+    """The result of a backward pass's collective; if it is replicated, it is each rank's own from here on."""
     (op, *_) = call.row.transposed or ("",)
     return _used_by_each(call, dx) if op and ROWS[op].type == "I" else dx
 
 
 def _used_by_each(call: Call, dy: Tensor) -> Tensor:
-    """The gradient of a replicated tensor is replicated too. From here on it is each rank's own, and a second backward
+    """The gradient of a replicated tensor, which is replicated too, as each rank's own from here on: a second backward
     pass adds up what each rank does with it."""
     return varying(dy, call.axis) if _is_followed(dy) else dy
 

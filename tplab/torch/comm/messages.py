@@ -1,13 +1,13 @@
-"""Messages from one rank to another: only these two take part, and sending never waits."""
+"""Messages from one rank to another. Only these two take part, and sending never waits."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tplab.comm import position_of
 from tplab.errors import MeshError
 from tplab.mesh import Axis
 from tplab.torch.ranks.outcomes import check_tensor
@@ -19,7 +19,7 @@ Payload = Tensor | tuple[Tensor, ...]
 def send(x: Payload, axis: Axis, target: int) -> None:
     """Send x, a tensor or a tuple of them, to the rank at position `target` of `axis`, and go on at once.
 
-    What this rank writes to x later is not sent. The k-th send to a rank matches the k-th `receive` there, whatever the
+    Later writes to x do not change what is sent. The k-th send to a rank matches the k-th `receive` there, whatever the
     shapes and axes are; other ranks take no part. Each tensor is a message of its own.
     No graph is sent: the gradient is a message in the other direction, which the program sends itself.
     Raises ValueError for a tensor that requires grad, MeshError for a position that the axis does not have.
@@ -27,7 +27,7 @@ def send(x: Payload, axis: Axis, target: int) -> None:
     parts = x if isinstance(x, tuple) else (x,)
     if not parts:
         raise ValueError("send needs a tensor, or a tuple of at least one; this tuple is empty")
-    target = _other("send", axis, target)
+    target = _other("send", axis, target, "target")
     for part in parts:
         if check_tensor("send", part).requires_grad:
             raise ValueError(
@@ -41,16 +41,16 @@ def send(x: Payload, axis: Axis, target: int) -> None:
 
 
 def receive(axis: Axis, source: int) -> Payload:
-    """Wait for what the rank at position `source` of `axis` sends here: a tensor, or a tuple as it was sent.
+    """Wait for the next message from position `source` of `axis`: a tensor, or a tuple if one was sent.
 
-    `start(receive, axis, source)` only reserves it, and returns a handle whose `wait` returns it.
+    `start(receive, axis, source)` only reserves the message, and returns a handle whose `wait` returns it.
     """
     return start_receive(axis, source).wait()
 
 
 def start_receive(axis: Axis, source: int) -> Receipt:
     """What `start(receive, axis, source)` returns."""
-    rank, source = this_rank(), _other("receive", axis, source)
+    rank, source = this_rank(), _other("receive", axis, source, "source")
     call = rank.message("receive", axis, source)
     pair = call.place.group
     made = rank.receipts[pair] = Receipt(call, rank.receipts.get(pair))
@@ -58,8 +58,8 @@ def start_receive(axis: Axis, source: int) -> Receipt:
 
 
 class Receipt(Pending):
-    """A message that this rank will take. It may be several, a tuple, so the same sender's next one begins when the one
-    before it is complete."""
+    """A message that this rank will receive. It may be a tuple of several tensors, so the next receipt from the same
+    sender begins only when this one is complete."""
 
     __slots__ = ("_before", "_call", "_first", "_next", "_result")
 
@@ -96,15 +96,10 @@ class Receipt(Pending):
         return self._first
 
 
-def _other(op: str, axis: Axis, position: int) -> int:
+def _other(op: str, axis: Axis, position: int, name: str) -> int:
     """The position of another rank of `axis`. Raises MeshError if it is not one."""
     place = this_rank().place(axis)
-    try:
-        position = operator.index(position)
-    except TypeError:
-        raise TypeError(f"{op}: a position on the axis is a whole number, not {position!r}") from None
-    if not 0 <= position < len(place.group):
-        raise MeshError(f"{op}: axis {place.label!r} has positions 0 to {len(place.group) - 1}; {position} is not one")
+    position = position_of(op, position, len(place.group), place.label, name)
     if position == place.index:
         raise MeshError(f"{op}: position {position} of axis {place.label!r} is this rank itself; it has the tensor")
     return position

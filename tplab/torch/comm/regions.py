@@ -1,4 +1,4 @@
-"""Regions: where a tensor that all ranks share enters work that they divide, and where it comes out again.
+"""Regions: where a shared tensor enters work that ranks divide, and where the result comes out again.
 
 Megatron's two conjugate pairs (Shoeybi et al. 2019, section 3). The backward pass of each is the forward pass of its
 partner:
@@ -30,18 +30,18 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Megatron's f: the same x enters work that the ranks of `axis` divide; its gradient is the sum of theirs.
+    """Megatron's f: a shared x enters work that the ranks of `axis` divide; its gradient is the sum of theirs.
 
     x [...], the same on every rank   ->   y = x
     forward   nothing is sent
     backward  dx = all_reduce(dy)    2(R-1)/R of x is sent by each rank
     """
-    this_rank().place(axis)  # an axis that the mesh does not have is an error now, not in the backward pass
+    this_rank().place(axis)  # so that an unknown axis raises here, not in the backward pass
     return varying(check_tensor("copy_to", x), axis)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Megatron's g: the results of the ranks of `axis` are added up, and every rank goes on with the sum.
+    """Megatron's g: add up the results of the ranks of `axis`; every rank goes on with the sum.
 
     x [...], each rank's part   ->   y, the same on every rank
     forward   y = all_reduce(x)    2(R-1)/R of x is sent by each rank
@@ -51,7 +51,7 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """Every rank of `axis` goes on with its own piece of what all of them hold.
+    """Return each rank's own piece of a tensor that all ranks of `axis` hold.
 
     x [.., R n, ..], the same on every rank   ->   y [.., n, ..]: piece i on the rank at index i
     forward   nothing is sent
@@ -67,7 +67,7 @@ def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """The pieces of all ranks are joined along `dim`, and every rank goes on with the whole, in the same way.
+    """Join the pieces of all ranks along `dim`; every rank goes on with the whole, in the same way.
 
     x [.., n, ..], each rank's piece   ->   y [.., R n, ..], the same on every rank; sizes along dim may differ
     forward   y = all_gather(x)      each rank sends (R-1) pieces
@@ -80,7 +80,7 @@ def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """Forward: this rank's piece, where pieces have these sizes. Backward: all pieces."""
+    """Forward: this rank's piece, among pieces of these sizes. Backward: all pieces."""
 
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
@@ -102,13 +102,13 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Sizes:
-    """Each rank's size along the dim. This is no list, as torch.func would copy it."""
+    """Each rank's size along the dim. Not a list, because torch.func would copy it."""
 
     all: tuple[int, ...]
 
 
 class _Gather(torch.autograd.Function):
-    """Forward: all pieces, whose sizes are noted. Backward: this rank's piece."""
+    """Forward: all pieces, whose sizes are recorded. Backward: this rank's piece."""
 
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int, sizes: _Sizes) -> Tensor:

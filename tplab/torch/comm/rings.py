@@ -1,7 +1,7 @@
 """Rings: all_gather, reduce_scatter and all_reduce built from hops between neighbours.
 
-Over R ranks, index i. "up" passes pieces on to i + 1, "down" to i - 1; "both" sends half of the pieces each way, and
-"split" half of every piece each way. All are differentiable, since a hop is.
+With R ranks, at index i: "up" passes pieces on to i + 1, "down" to i - 1; "both" sends half of the pieces each way, and
+"split" half of every piece each way. All are differentiable, because a hop is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
     cost       (R-1) x is sent by each rank
     """
     num_ranks = axis_size(axis)
-    lanes = gather_lanes(0, num_ranks, 1, direction)  # it does not matter here which rank's pieces they are
+    lanes = gather_lanes(0, num_ranks, 1, direction)  # whose pieces they are does not matter here
     if direction == "split":
         first, second = _halves(x, dim)
         up, down = _gathered(first, second, axis, len(lanes.up), len(lanes.down))
@@ -42,7 +42,7 @@ def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = 
 
 
 def _gathered(first: Any, second: Any, axis: Axis, hops_up: int, hops_down: int) -> tuple[list[Any], list[Any]]:
-    """What arrives in these numbers of hops up and down, both at once."""
+    """The pieces that arrive in these numbers of hops up and down, both at once."""
     up, down = [first], [second]
     for hop in range(max(hops_up, hops_down)):
         rising = _hop(up[-1], axis, 1) if hop < hops_up else None
@@ -108,7 +108,7 @@ def ring_all_reduce(x: Tensor, axis: Axis, direction: Direction = "up") -> Tenso
 
 
 def _collected(rising: list[Any], sinking: list[Any], axis: Axis) -> tuple[Any, Any]:
-    """Two sums that travel at once, each rank adding one part before each hop; as they arrive (None: no parts)."""
+    """Two sums that travel at once, to which each rank adds a part before each hop; None for a sum without parts."""
     pytree.tree_map(this_rank().starts_with, [parts[:1] for parts in (rising, sinking)])
     up = down = None
     for hop in range(max(len(rising), len(sinking))):
@@ -129,7 +129,7 @@ def _landed(flights: Any) -> Any:
 
 
 def _plus(received: Any, part: Any) -> Any:
-    """received + part, with a note in the trace that the sum holds the data of both."""
+    """received + part, marked in the trace as holding the data of both."""
     if received is None:
         return part
     return pytree.tree_map(lambda a, b: mark_sum(a + b, a, b), received, part)

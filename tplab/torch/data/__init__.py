@@ -1,4 +1,4 @@
-"""The data dimension in torch: ranks that hold the same parameters, and learn from different data.
+"""The data dimension in torch: ranks that hold the same parameters and learn from different data.
 
 What must be the same on every replica, and what must not:
 

@@ -1,4 +1,4 @@
-"""Gradients averaged over the ranks that hold copies of the parameters, and losses whose mean is that of all tokens."""
+"""Gradients averaged over the ranks that hold copies of the parameters, and losses whose mean is over all tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from tplab.torch.ranks.rank import Pending
 def average_gradients(
     parameters: Model, axis: Axis, *, bucket_bytes: float | None = None, find_unused: bool = False
 ) -> None:
-    """Make every `.grad` the mean over the ranks of `axis` (R ranks). Each of them calls it after `backward`.
+    """Make every `.grad` the mean over the ranks of `axis` (R ranks). Every rank calls this after `backward`.
 
-    parameters     a module, `Stages`, or parameters; frozen ones have no gradient, and are left alone
+    parameters     a module, `Stages`, or parameters; frozen ones are left alone
     bucket_bytes   None: one all_reduce per parameter. Otherwise gradients travel in flat buffers of at most this size,
                    one dtype each, from the last parameter to the first
-    find_unused    whether a parameter may have no gradient on some ranks: ranks then first tell each other what they
-                   have used. A missing gradient counts as zeros; where no rank has used the parameter, .grad stays None
+    find_unused    whether a parameter may have no gradient on some ranks: ranks then first exchange which ones they
+                   have used. A missing gradient counts as zeros; if no rank has used the parameter, .grad stays None
 
-    A parameter that is cut along some of these axes, as experts are, is the same piece only on the ranks of the other
-    ones: its gradients are added up over these, and divided by all R ranks like all others. Modules know how their
-    parameters are cut. Of a list of parameters, all count as copies.
+    A parameter that is cut along some of these axes, such as an expert, is the same piece only on the ranks of the
+    other axes: its gradients are added up over these, and divided by R like all others. Modules know how their
+    parameters are cut. In a list, deep copies of such parameters count as
+    copies.
 
     Afterwards the gradients of a bucket are views of its buffer, and the old ones are freed.
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies.
@@ -45,14 +46,14 @@ def average_gradients(
 
 
 def copies_of(model: Model, axis: Axis, are_averaged: bool = True) -> Callable[[Tensor], Axis]:
-    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless a module says that it is cut
-    along some of the axes; () if it is cut along all of them."""
+    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless it is known to be cut along
+    some of the axes; () if it is cut along all of them."""
     held = list(model.values()) if isinstance(model, Mapping) else [model]
     return copies_in([module for module in held if isinstance(module, nn.Module)], axis, are_averaged)
 
 
 def plan_of(named: Named, bucket_bytes: float | None, copies: Callable[[Tensor], Axis]) -> tuple[Bucket, ...]:
-    """The buckets of these parameters' gradients. The last part of a bucket's kind is the axis of its copies."""
+    """The buckets of these parameters' gradients. The last item of a bucket's kind is the axis of its copies."""
     kinds = [(p.dtype, p.device, copies(p)) for _, p in named]
     return buckets_of(
         [Gradient(p.numel(), p.element_size(), kind) for (_, p), kind in zip(named, kinds, strict=True)], bucket_bytes
@@ -60,8 +61,8 @@ def plan_of(named: Named, bucket_bytes: float | None, copies: Callable[[Tensor],
 
 
 def send_bucket(bucket: Bucket, named: Named) -> Handle | Tensor:
-    """Begin the all_reduce of a bucket over its copies, or return it if there are none. A missing gradient counts as
-    zeros."""
+    """Start the all_reduce of a bucket over its copies, or return the bucket if there are none. A missing
+    gradient counts as zeros."""
     with torch.no_grad():
         gradients = []
         for index in bucket.indices:
@@ -73,9 +74,9 @@ def send_bucket(bucket: Bucket, named: Named) -> Handle | Tensor:
 
 
 def keep_mean(bucket: Bucket, named: Named, mean: Tensor, axis: Axis, used: set[Key]) -> None:
-    """Make `.grad` of each parameter its part of the bucket's mean over `axis`: a view, so that nothing is copied.
+    """Make `.grad` of each parameter its part of the bucket's mean over `axis`: a view, so nothing is copied.
 
-    mean   over the copies: the ranks that hold other pieces count too
+    mean   over the copies only: ranks that hold other pieces are included here
     """
     with torch.no_grad():
         num_copies, num_ranks = axis_size(bucket.kind[-1]) if bucket.kind[-1] else 1, axis_size(axis)
@@ -88,7 +89,7 @@ def keep_mean(bucket: Bucket, named: Named, mean: Tensor, axis: Axis, used: set[
 
 
 def check_all_used(named: Named, more: str = "") -> set[Key]:
-    """All keys. Raises ValueError if one has no gradient on this rank; `more` adds to what may be wrong."""
+    """Return all keys. Raises ValueError if one has no gradient on this rank; `more` is added to the message."""
     missing = [text(key) for key, parameter in named if parameter.grad is None]
     if missing:
         raise ValueError(no_gradient(missing, len(named)) + more)
@@ -96,12 +97,12 @@ def check_all_used(named: Named, more: str = "") -> set[Key]:
 
 
 def used_anywhere(named: Named, axis: Axis) -> set[Key]:
-    """Those that have a gradient on any rank of the axis."""
+    """The keys of parameters that have a gradient on any rank of the axis."""
     if not named:
         return set()
     here = [parameter.grad is not None for _, parameter in named]
     flags = all_reduce(torch.tensor(here, dtype=torch.uint8, device=named[0][1].device), axis, "max")
-    anywhere = here if flags.is_meta else flags.tolist()  # without values, only this rank's own are known
+    anywhere = here if flags.is_meta else flags.tolist()  # without values, only this rank's own flags are known
     return {key for (key, _), is_used in zip(named, anywhere) if is_used}
 
 
@@ -120,28 +121,27 @@ def no_gradient(missing: Sequence[str], num_parameters: int) -> str:
 
 
 def tokens_per_rank(targets: Tensor, axis: Axis, *, ignore_index: int = -100) -> Tensor:
-    """What every rank divides its summed loss by: the mean number of counted tokens over the ranks of `axis`.
+    """The divisor of every rank's summed loss: the mean number of counted tokens over the ranks of `axis`.
 
         loss = cross_entropy(logits, targets, reduction="sum") / tokens_per_rank(targets, "dp")
 
-    targets   this rank's targets, of any shape; tokens that are ignore_index do not count. To accumulate, pass those of
-              all microbatches together: every microbatch's sum is divided by the same number
+    targets   this rank's targets, of any shape; tokens that are ignore_index do not count. To accumulate, pass the
+              targets of all microbatches together: every microbatch's sum is divided by the same number
 
-    With n_r tokens on rank r of R, and N in total, the mean over ranks is that over all tokens:
+    With n_r tokens on rank r of R, and N in total, the mean over ranks is the mean over all tokens:
         1/R sum_r (sum of the losses of rank r) / (N/R) = (sum of all losses) / N
-    Each rank's own mean would give the tokens of a rank with few of them more weight; and on a rank with none it would
-    be 0/0, where this is 0.
-    cost   an all_reduce of 1 number
+    Each rank's own mean would give the tokens of a rank with few of them more weight; with none it would be 0/0, not 0.
+    It is a float64 scalar, so the loss is one too. cost   an all_reduce of 1 number
     """
     total = all_reduce(_is_counted(targets, ignore_index).sum(), axis)
     return total.clamp(min=1).double() / axis_size(axis)
 
 
 def share_of_tokens(targets: Tensor, axis: Axis, *, ignore_index: int = -100) -> Tensor:
-    """This rank's number of counted tokens over the mean number: multiply a loss by it that is already a mean.
+    """This rank's number of counted tokens over the mean number: multiply a loss that is already a mean by it.
 
-    It is n_r / (N/R), which is 1 where all ranks have the same number. A loss that is a mean over no tokens is 0/0, and
-    stays so: where a rank may have none, divide the sum by `tokens_per_rank`.
+    It is n_r / (N/R), which is 1 if all ranks have the same number. A loss that is a mean over no tokens is 0/0, and
+    stays so: if a rank may have none, divide the sum by `tokens_per_rank`.
     cost   an all_reduce of 1 number
     """
     return _is_counted(targets, ignore_index).sum() / tokens_per_rank(targets, axis, ignore_index=ignore_index)

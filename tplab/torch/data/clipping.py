@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, however its parameters are spread, and clipping by it."""
+"""The norm of all gradients of a model, however its parameters are sharded, and clipping by it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,19 @@ Specs = Mapping[str, P] | Mapping[int, Mapping[str, P]]
 
 @torch.no_grad()
 def gradient_norm(parameters: Model, specs: Specs | None = None, *, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together, as on one device, the same on every rank.
+    """The norm of all gradients together, as on one device; the same on every rank.
 
     parameters   a module, `Stages`, or parameters by name, with specs; a parameter without a gradient counts as zeros
-    specs        how they lie on the mesh: {name: P}, as `gpt_specs` gives it; for Stages {stage: {name: P}}, with all
-                 stages. None: the modules know it, whatever tensors they have been given: tplab's layers, what
+    specs        how they are placed on the mesh: {name: P}, as `gpt_specs` returns it; for Stages {stage: {name: P}},
+                 with all stages. None: the modules know it, whatever tensors they have been given: tplab's layers, what
                  `parallelize` has sharded, and what ZeRO has cut (`shard_parameters`, or a sharded optimizer after its
-                 `reduce_gradients`). Every rank holds the parameters of other modules whole; of pieces that you cut,
-                 nothing is known
+                 `reduce_gradients`). Parameters of other modules count as whole on every rank, even if cut
     norm_type    p, above 0, or inf for the largest element
 
     norm = (sum |g|^p)^(1/p) over every element of the model, each once. Of the ranks that hold copies of a piece, the
     one at position 0 counts it; tied parameters, and stages that several ranks hold, are counted at their first place.
     Gradients of copies must already be equal: average them first.
-    cost   an all_reduce of 1 number over the axes that specs (and Stages) name, and those that are known; none where
-           there is no such axis
+    cost   an all_reduce of 1 number over the axes that specs, Stages and modules name; none if there is no such axis
     Raises ValueError for bare parameters without specs on a mesh of several ranks: nothing says how they are cut.
     """
     p = check_norm_type(norm_type)
@@ -61,9 +59,9 @@ def clip_gradients(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale every gradient by min(1, max_norm / (norm + 1e-6)), in place, and return the norm that they had.
+    """Scale every gradient by min(1, max_norm / (norm + 1e-6)), in place. Returns the norm before scaling.
 
-    It is torch.nn.utils.clip_grad_norm_ for a model that is spread over a mesh. Every rank scales by the same factor,
+    This is torch.nn.utils.clip_grad_norm_ for a model sharded over a mesh. Every rank scales by the same factor,
     so copies stay equal. See `gradient_norm` for the arguments and the cost.
     With error_if_nonfinite, all ranks raise RuntimeError for an infinite or NaN norm.
     """
@@ -96,7 +94,7 @@ def _norm(counted: tuple[list[Tensor], tuple[str, ...], Tensor], p: float) -> Te
 
 
 def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Tensor]:
-    """The gradients that this rank counts, the axes over which they are added up, and a tensor like them."""
+    """The gradients that this rank counts, the axes over which they are added up, and a tensor like the gradients."""
     mesh, rank = this_rank().mesh, this_rank().rank
     elsewhere: set[Key] = set()
     more: tuple[str, ...] = ()
@@ -105,7 +103,7 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
         all_specs = [spec for of_stage in specs_in(specs) for spec in specs_in(of_stage)]
     elif isinstance(model, Mapping) and any(isinstance(module, nn.Module) for module in model.values()):
         raise TypeError(
-            "these are stages of a pipeline, and nothing says along which axis it runs; give what stages_of made"
+            "these are stages of a pipeline, and nothing says along which axis it runs; give what stages_of returned"
         )
     else:
         all_specs = specs_in(specs)
@@ -129,15 +127,14 @@ def _counted(model: Any, specs: Any) -> tuple[list[Tensor], tuple[str, ...], Ten
 
 
 def _known_cuts(model: Any, named: Named, is_told: bool) -> dict[Tensor, tuple[str, ...]]:
-    """The axes along which the modules of a model know its parameters to be cut. Raises ValueError where nothing says
-    how they are cut."""
+    """The axes along which the modules of a model know its parameters to be cut. Raises ValueError if unknown."""
     held, mesh = list(model.values()) if isinstance(model, Mapping) else [model], this_rank().mesh
     modules = [module for module in held if isinstance(module, nn.Module)]
     for key, piece, axes in where_gradients_are(() if modules or is_told else named, {}):
         if piece.grad is not None and any(mesh.axis_size(axis) > 1 for axis in mesh.axis_names if axis not in axes):
             raise ValueError(
-                f"nothing says how {text(key)} lies on {mesh}: give the module that it belongs to, which knows how it "
-                "is cut, or specs with a P for each parameter by its name, P() for one that every rank holds whole"
+                f"nothing says how {text(key)} is placed on {mesh}: give its module, which knows how it is cut, or "
+                "specs with a P for each parameter by name, P() for one that every rank holds whole"
             )
     return {p: axes for module in modules for p, axes in axes_of_cuts(module, is_told).items()}
 
@@ -153,7 +150,7 @@ def _counted_elsewhere(stages: Stages, index: int) -> set[Key]:
 
 
 def _wide(gradient: Tensor) -> torch.dtype | None:
-    """The dtype to add up in: 16-bit numbers are added up in 32 bits."""
+    """The dtype to add up in: float32 for 16-bit numbers; None for the gradient's own."""
     return torch.float32 if gradient.element_size() < 4 else None
 
 

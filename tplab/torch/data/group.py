@@ -1,4 +1,4 @@
-"""Parameters of a unit of ZeRO stage 3 that travel in one message, and what all units send."""
+"""Groups: parameters of a unit of ZeRO stage 3 that travel in one message; and unsent gradients of all units."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
 
 Sites = list[tuple[nn.Module, str]]
-"""Where a parameter is: modules, and its name in each; several where it is tied."""
+"""Where a parameter is: modules, and its name in each; several if it is tied."""
 
 
 class Unsent:
-    """Gradients of whole parameters that no rank has sent yet: `no_sync` keeps them.
+    """Gradients of whole parameters that no rank has sent yet, because of `no_sync`.
 
     messages     by their group, in the order in which they came
-    is_paused    whether they are being kept
-    awaited_by   the backward pass whose end sends what is left. One that fails has no end, and the next one is another
+    is_paused    whether new ones are kept too
+    awaited_by   the backward pass whose end sends what is left. A pass that fails has no end; the next is another
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Unsent:
         self.is_paused, self.awaited_by = False, -1
 
     def send(self) -> None:
-        """Send those of groups that the backward pass has not reached."""
+        """Send the gradients of groups that the backward pass has not reached."""
         messages, self.messages = self.messages, {}
         with torch.no_grad():
             for group, message in messages.items():
@@ -84,11 +84,11 @@ class About:
 class Group:
     """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
 
-    sites    where each parameter is; between uses this rank's piece is there, a parameter [n]
-    unit     the unit that they belong to, as a trace names it
+    sites    where each parameter is; between uses, this rank's piece is there, a parameter [n]
+    unit     the unit that they belong to, by its name in a trace
     """
 
-    has_taken, takes_whole, in_backward = False, True, False  # as an owner of the pieces
+    has_taken, takes_whole, in_backward = False, True, False  # as an Owner of the pieces
 
     def __init__(self, sites: Sequence[Sites], about: About, unit: str):
         self.sites, self.about, self.unit = list(sites), about, unit
@@ -105,18 +105,17 @@ class Group:
             note_owner(shard, shard, self, about.axis)
             for module, name in places:
                 _check_copies(module, name, about)
+                module._parameters[name] = shard
                 note_cuts(module, about.axis, name)
                 if about.op == "mean":
                     note_mean(module, about.names, name)
-                module._parameters[name] = shard
 
     def row(self) -> Tensor:
-        """The row of this rank's pieces, in the form in which they travel."""
+        """The row of this rank's pieces, as it travels."""
         return row_of(self.pieces, self.shards, self.dtype)
 
     def begin_reduce(self, grads: Sequence[Tensor | None]) -> Handle | None:
-        """Send the gradients of whole parameters, with any that were kept before; None if these are also kept for
-        later."""
+        """Send the gradients of whole parameters, with any that were kept before; None if they are kept for later."""
         about, unsent = self.about, self.about.unsent
         message = message_of(self.pieces, grads, self.shards[0], about.reduce_dtype or self.dtype)
         count_as("gradients", [message, *grads])
@@ -144,7 +143,7 @@ class Group:
 
 
 def _check_copies(module: nn.Module, name: str, about: About) -> None:
-    """Raise ValueError if ranks that would share a parameter hold other pieces of it already, as of experts."""
+    """Raise ValueError if ranks that would share a parameter already hold different pieces of it, as of experts."""
     names = this_rank().mesh.names
     cut = {axis for axes in vars(module).get(CUTS, {}).get(name, ()) for axis in names(axes)}
     along = [axis for axes in (about.axis, about.replicate_axis) if axes for axis in names(axes) if axis in cut]

@@ -1,4 +1,4 @@
-"""Data parallelism with gradients that travel while the backward pass is still computing."""
+"""Data parallelism whose gradients travel while the backward pass is still computing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data_parallel(
     find_unused: bool = False,
     broadcast: bool = True,
 ) -> DataParallel:
-    """From here on every backward pass makes `.grad` the mean over the ranks of `axis` (R ranks).
+    """Let every backward pass from here on make `.grad` the mean over the ranks of `axis` (R ranks).
 
         replicas = data_parallel(model, "dp")
         for inputs, targets in microbatches[:-1]:
@@ -35,16 +35,16 @@ def data_parallel(
         inputs, targets = microbatches[-1]
         loss(model(inputs), targets).backward()             # each bucket leaves as soon as its gradients are ready
 
-    parameters     a module, `Stages`, or parameters; those that are frozen now have no gradient
+    parameters     a module, `Stages`, or parameters; those that are frozen now are left out
     bucket_bytes   the most that a bucket holds, from the last parameter to the first; None: one bucket per parameter
     find_unused    whether a parameter may have no gradient on some ranks. A bucket with missing gradients then leaves
-                   at the end, with all buckets after it, and finally ranks tell each other what they have used
-    broadcast      whether all begin with the parameters and buffers of position 0. If not, the program must make them
+                   at the end, with all buckets after it, and finally ranks exchange which parameters they have used
+    broadcast      whether all ranks begin with the parameters and buffers of position 0. If not, the program makes them
                    equal
 
     A hook on each parameter notes when its gradient is complete. A bucket with complete gradients leaves in an
-    all_reduce, in the same order on every rank. The end of the backward pass waits for all buckets, and writes `.grad`.
-    So the first layers' backward pass hides what the last layers send.
+    all_reduce, in the same order on every rank. The end of the backward pass waits for all buckets and writes `.grad`.
+    So the first layers' backward pass hides the communication of the last layers.
     Recomputation needs torch.utils.checkpoint's use_reentrant=False.
     cost   as `average_gradients`. This is torch's DistributedDataParallel, without a module around the model.
     Raises ValueError for a parameter without a gradient at the end of a backward pass, unless find_unused.
@@ -59,10 +59,10 @@ _REENTRANT = (
 
 
 class DataParallel:
-    """Gradients that leave during the backward pass. `data_parallel` returns this.
+    """Gradients that leave during the backward pass. Returned by `data_parallel`.
 
     The parameters' hooks keep it alive, and it does not keep the parameters alive: Python's garbage collector cannot
-    free a cycle that runs through a hook of this kind, as torch refers to the hooks twice.
+    free a cycle through a hook of this kind, because torch refers to the hooks twice.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class DataParallel:
         self._parameters, self._axis, self._find_unused = [(key, ref(p)) for key, p in named], axis, find_unused
         self.buckets: tuple[Bucket, ...] = plan_of(named, bucket_bytes, copies)
         self._bucket_of = {id(named[i][1]): n for n, bucket in enumerate(self.buckets) for i in bucket.indices}
-        self._missing: list[int] = []  # the number of missing gradients per bucket; empty while no backward pass runs
+        self._missing: list[int] = []  # per bucket, the number of missing gradients; empty while no backward pass runs
         self._flights: list[Handle | Tensor] = []
-        self._end: Callable[[], object]  # of the pass that is running: None where it has raised
+        self._end: Callable[[], object]  # of the running pass; returns None if that has raised
         self._is_paused = False
         if from_first:
             _copy_from_first(parameters, copies)
@@ -94,7 +94,7 @@ class DataParallel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add to `.grad` and send nothing: the next one outside sends everything."""
+        """Inside, backward passes add to `.grad` and send nothing; the next one outside sends everything."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -102,8 +102,7 @@ class DataParallel:
             self._is_paused = before
 
     def wait(self) -> None:
-        """Send what has not left yet, and write the means to `.grad`. A backward pass does this itself when it ends,
-        and so does `train_batch`."""
+        """Send what has not left yet, and write the means to `.grad`. Backward passes and `train_batch` call this."""
         if not self._missing:
             return
         try:
@@ -120,22 +119,22 @@ class DataParallel:
             self._missing, self._flights = [], []
 
     def remove(self) -> None:
-        """From here on gradients stay each rank's own."""
+        """Stop averaging: from here on gradients stay each rank's own."""
         for hook in self._hooks:
             hook.remove()
 
     def _ready(self, parameter: Tensor) -> None:
-        """The gradient of `parameter` is complete."""
+        """Note that the gradient of `parameter` is complete."""
         if self._is_paused:
             return
-        if not self._missing or self._end() is None:  # the first of a pass; the pass before may have raised
+        if not self._missing or self._end() is None:  # the first gradient of a pass; the pass before may have raised
             self._missing, self._flights = [len(bucket.pieces) for bucket in self.buckets], []
             self._end = at_end_of_pass(self.wait)
         self._missing[self._bucket_of[id(parameter)]] -= 1
         self._send_ready()
 
     def _send_ready(self) -> None:
-        """Send ready buckets in their order: where gradients come in a different order, some wait for others."""
+        """Send ready buckets in order: if gradients come in a different order, some buckets wait for others."""
         while len(self._flights) < len(self.buckets) and self._missing[len(self._flights)] <= 0:
             self._flights.append(send_bucket(self.buckets[len(self._flights)], self._named))
 

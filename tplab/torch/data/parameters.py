@@ -1,4 +1,4 @@
-"""The parameters of a model by name, whatever the model is given as; and where their gradients are."""
+"""The parameters of a model by name, in whatever form the model is given; and where their gradients are."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tplab.torch.ranks.rank import this_rank
 Key = str | tuple[int, str]
 """A parameter's name; in a pipeline (stage, name)."""
 Model = nn.Module | Mapping[int, nn.Module] | Mapping[str, Tensor] | Iterable[Tensor]
-"""What has parameters: a module, `Stages`, parameters by name, or a list of them."""
+"""Anything with parameters: a module, `Stages`, parameters by name, or a list of them."""
 Named = Sequence[tuple[Key, Tensor]]
 """Parameters with their names."""
 
 
 def readable_again(model: Any) -> Any:
-    """The same model. What can be read only once, such as `model.parameters()`, becomes a list."""
+    """The same model; an iterator, such as `model.parameters()`, becomes a list."""
     return list(model) if isinstance(model, Iterator) else model
 
 
 def trainable(model: Model, but: Collection[Key] = ()) -> Named:
-    """The parameters that are trained, each once and in the order of the model, except the names in `but`."""
+    """The trainable parameters, each once and in the order of the model, except the names in `but`."""
     found: dict[Tensor, Key] = {}
     for key, parameter in _named(model):
         if key in but:
@@ -59,10 +59,10 @@ def text(key: Key) -> str:
 
 
 def check_dense(key: Key, gradient: Tensor) -> Tensor:
-    """The gradient. Raises TypeError if it is sparse, as ranks would have different rows of it."""
+    """Return the gradient. Raises TypeError if it is sparse, because ranks would have different rows of it."""
     if gradient.layout is not torch.strided:
         raise TypeError(
-            f"{text(key)} has a sparse gradient, which has other rows on every rank; make it with sparse=False"
+            f"{text(key)} has a sparse gradient, whose rows differ between ranks; create it with sparse=False"
         )
     return gradient
 
@@ -83,11 +83,11 @@ def _named(model: Any) -> Iterable[tuple[Key, Any]]:
 
 
 class Owner(Protocol):
-    """What combines the gradients of whole parameters and steps this rank's pieces of them."""
+    """Combines the gradients of whole parameters over ranks, and owns this rank's pieces of them."""
 
     @property
     def has_taken(self) -> bool:
-        """Whether it has gradients that it has not given to the pieces yet."""
+        """Whether it has gradients that it has not yet given to the pieces."""
         ...
 
     @property
@@ -97,14 +97,14 @@ class Owner(Protocol):
 
     @property
     def in_backward(self) -> bool:
-        """Whether it takes gradients during the backward pass, so that no other owner would find them."""
+        """Whether it takes gradients during the backward pass, so that no other owner finds them."""
         ...
 
 
 def note_owner(parameter: Tensor, piece: Tensor, owner: Owner, axis: Axis) -> None:
-    """Note that `owner` steps `piece` in place of the whole parameter, as long as it exists, and other ranks of `axis`
-    the other pieces. Raises ValueError where another owner takes the gradient before this one could, or where the
-    parameter is a piece itself, of which ranks of `axis` hold others."""
+    """Note that `owner`, while it exists, steps `piece` instead of the whole parameter, and other ranks of `axis` the
+    other pieces. Raises ValueError if another owner takes the gradient before this one could, or if the parameter is
+    itself a piece, of which ranks of `axis` hold others."""
     of_piece, of_owner, along = _owners.get(parameter) or _NO_OWNER
     earlier, names = of_owner(), this_rank().mesh.names
     is_cut = of_piece() is parameter and not set(names(along)).isdisjoint(names(axis))
@@ -120,12 +120,12 @@ def note_owner(parameter: Tensor, piece: Tensor, owner: Owner, axis: Axis) -> No
 def where_gradients_are(
     named: Named, cuts: Mapping[Tensor, tuple[str, ...]]
 ) -> Iterator[tuple[Key, Tensor, tuple[str, ...]]]:
-    """(key, what has the parameter's gradient on this rank, the axes along which other ranks hold other pieces).
+    """(key, the tensor with the parameter's gradient on this rank, the axes along which other ranks hold other pieces).
 
-    cuts   these axes for the parameters, as far as known
+    cuts   these axes by parameter, as far as known
 
-    This is the parameter itself, or the piece to which a sharded optimizer has given its part of the gradient. Raises
-    ValueError where that optimizer has not combined the gradients of the ranks yet.
+    The tensor is the parameter itself, or the piece to which a sharded optimizer has given its part of the gradient.
+    Raises ValueError if that optimizer has not combined the ranks' gradients yet.
     """
     for key, parameter in named:
         axes = cuts.get(parameter, ())

@@ -1,4 +1,4 @@
-"""Parameters in pieces: from whole tensors to rows that travel, and back. `tplab.data.pieces` says what ranks hold."""
+"""Parameters in pieces: from whole tensors to rows that travel, and back. `tplab.data.pieces` has the layout."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tplab.torch.ranks.outcomes import lend
 from tplab.torch.ranks.rank import this_rank
 
 Gather = Callable[[Tensor, Axis], Handle]
-"""(this rank's row [width], axis) -> a handle, whose wait() gives the message [R * width] of all ranks' rows."""
+"""(this rank's row [width], axis) -> a handle, whose wait() returns the message [R * width] of all ranks' rows."""
 
 Reduce = Callable[[Tensor, Axis, str], Handle]
-"""(a message [R * width], axis, "sum" or "mean") -> a handle, whose wait() gives this rank's row [width] of the sum."""
+"""(a message [R * width], axis, "sum" or "mean") -> a handle, whose wait() returns this rank's row of the sum."""
 
 
 def gather_rows(row: Tensor, axis: Axis) -> Handle:
-    """Begin an all_gather: each rank sends (R-1) rows."""
+    """Start an all_gather: each rank sends (R-1) rows."""
     return start(all_gather, row, axis)
 
 
 def reduce_rows(message: Tensor, axis: Axis, op: str) -> Handle:
-    """Begin a reduce_scatter: each rank sends (R-1) rows."""
+    """Start a reduce_scatter: each rank sends (R-1) rows."""
     return start(reduce_scatter, message, axis, 0, op)
 
 
 def reduced_row(handle: Handle, replicate_axis: Axis | None, op: str) -> Tensor:
-    """The row that a `Reduce` has begun; if other nodes hold copies, combined with theirs."""
+    """The row of a started `Reduce`; if other nodes hold copies, combined with theirs."""
     row = handle.wait()
     return row if replicate_axis is None else all_reduce(row, replicate_axis, op)
 
@@ -43,7 +43,7 @@ def pieces_of(parameters: Sequence[Tensor], axis: Axis) -> tuple[Pieces, int]:
 
 
 def held_of(pieces: Pieces, index: int, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """The piece [n] of each whole tensor that the rank at position `index` holds: views, where memory is contiguous."""
+    """The piece [n] of each whole tensor that the rank at position `index` holds: views, if memory is contiguous."""
     flats = [whole.detach().reshape(-1) for whole in wholes]
     return [x[held.start : held.stop] for x, held in zip(flats, (ranges[index] for ranges in pieces.ranges))]
 
@@ -75,7 +75,7 @@ def message_of(pieces: Pieces, wholes: Sequence[Tensor | None], like: Tensor, dt
 
 
 def wholes_in(pieces: Pieces, message: Tensor) -> list[Tensor]:
-    """The whole tensors that a message [R * width] of all rows holds, in their shapes, without padding."""
+    """The whole tensors in a message [R * width] of all rows, in their shapes, without padding."""
     rows = message.view(pieces.num_ranks, pieces.width)
     return [
         rows[:, column].reshape(-1)[:size].view(shape)

@@ -1,8 +1,8 @@
-"""all_gather and reduce_scatter that send codes of 8 or 4 bits in place of numbers: qwZ and qgZ of ZeRO++.
+"""all_gather and reduce_scatter that send codes of 8 or 4 bits instead of numbers: qwZ and qgZ of ZeRO++.
 
-Codes cannot be added on their way around a ring: each rank's codes have scales of their own, and the sum of two codes
-may not fit. So reduce_scatter is an all_to_all here: every rank sends its codes directly to the rank that adds them up,
-which turns them into numbers first. Each number is rounded once on every level.
+Codes cannot be added on their way around a ring: each rank's codes have their own scales, and the sum of two codes may
+not fit. So reduce_scatter is an all_to_all here: every rank sends its codes directly to the rank that adds them up,
+which first turns them into numbers. Each number is rounded once on every level.
 
 Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209),
 section 3.
@@ -40,7 +40,7 @@ from tplab.torch.ranks.rank import this_rank
 def quantized_all_gather(
     x: Tensor, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256, inside: Axis | None = None
 ) -> Tensor:
-    """all_gather of codes and scales: every rank turns what arrives back into numbers.
+    """all_gather of codes and scales, which every rank turns back into numbers.
 
     x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, in x's dtype; a rank's own piece is rounded too
     bits      8 or 4; None sends x as it is
@@ -51,7 +51,7 @@ def quantized_all_gather(
               much across, (I-1) O times inside
     error     half a step of each block: see `quantize`
     backward  dx = reduce_scatter(dy), in full precision: as if nothing had been rounded
-    Every rank has the same number of elements. `start(quantized_all_gather, x, axis)` begins it. Wang et al. 2023,
+    Every rank has the same number of elements. `start(quantized_all_gather, x, axis)` starts it. Wang et al. 2023,
     section 3.1.
     """
     return _Gathered.apply(x, axis, dim, bits, block, inside, None)  # type: ignore[return-value]
@@ -67,30 +67,30 @@ def quantized_reduce_scatter(
     block: int | None = 256,
     inside: Axis | None = None,
 ) -> Tensor:
-    """reduce_scatter through an all_to_all of codes: they become numbers again before they are added up, in float32.
+    """reduce_scatter through an all_to_all of codes, which become numbers again before they are added up, in float32.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, in x's dtype
     op        sum or mean
     bits      4 or 8; None is reduce_scatter
     block     elements that share a scale; it ends where a piece ends. None: one scale for each piece
     inside    the part of `axis` whose ranks share a node: pieces are added up inside it first, rounded again, and then
-              added up across. O nodes of I ranks send 1/I of the bytes across that one level would send
+              added up across. O nodes of I ranks send 1/I of the bytes across that a single level would send
     sent      (R-1) (ceil(n bits / 8) + 4 per block) bytes by each rank, n being the elements of a piece; with `inside`,
               (I-1) O times as much inside, O-1 times across
     error     half a step of each rank's block, added up; with `inside`, plus that of the block of each node's sum
     backward  dx = all_gather(dy), in full precision: as if nothing had been rounded
-    Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` begins it.
+    Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` starts it.
     Wang et al. 2023, section 3.3.
     """
     return _Reduced.apply(x, axis, dim, op, bits, block, inside, None)  # type: ignore[return-value]
 
 
-# --- on their way -----------------------------------------------------------------------------------------------------
+# --- in flight --------------------------------------------------------------------------------------------------------
 
 
 class Gathering(Handle):
     """A quantised all_gather that has been started, across nodes if there are two levels. Its gradient's reduce_scatter
-    begins and ends where the backward pass reaches `wait`."""
+    starts and ends where the backward pass reaches `wait`."""
 
     def __init__(
         self,
@@ -111,18 +111,18 @@ class Gathering(Handle):
         self.pending = [start(all_gather, part, first) for part in _encoded(self.like.reshape(1, -1), bits, block)]
 
     def crossed(self) -> list[Tensor]:
-        """The codes and scales that came across: the shards [O, ..] of the ranks at this rank's place in every node."""
+        """The codes and scales from across: the shards [O, ..] of the ranks at this position in every node."""
         return [pending.wait() for pending in self.pending]
 
     def wait(self) -> Tensor:
         return _Gathered.apply(self.x, *self.about, self)  # type: ignore[return-value]
 
     def landed(self) -> Tensor:
-        """What has arrived, without a gradient."""
+        """What has arrived, outside the graph."""
         return self.joined(self.crossed())
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Spread what came across inside the node, and turn it into numbers."""
+        """Spread inside the node what came from across, and turn it into numbers."""
         if self.levels is not None:
             parts = [_in_order(all_gather(part[None], self.levels.inside), self.levels) for part in parts]
         rows = _decoded(parts, self.like.numel(), self.bits, self.block).to(self.like.dtype)
@@ -131,7 +131,7 @@ class Gathering(Handle):
 
 class Reducing(Handle):
     """A quantised reduce_scatter that has been started, inside the node if there are two levels. Its gradient's
-    all_gather begins and ends where the backward pass reaches `wait`."""
+    all_gather starts and ends where the backward pass reaches `wait`."""
 
     def __init__(
         self,
@@ -163,14 +163,15 @@ class Reducing(Handle):
         return _Reduced.apply(self.x, *self.about, self)  # type: ignore[return-value]
 
     def landed(self) -> Tensor:
-        """What has arrived, without a gradient."""
+        """What has arrived, outside the graph."""
         total = self.arriving()
         if self.levels is not None:
             total = self._sent(total, self.levels.across)()
         return (total / self.divisor if self.divisor > 1 else total).reshape(self.shape).to(self.x.dtype)
 
     def _sent(self, rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-        """Send rows [R k, n], k for each rank   ->   what waits for the sum [k, n] of those for this rank."""
+        """Send rows [R k, n], k for each rank   ->   a function that waits for the sum [k, n] of the rows for this
+        rank."""
         if self.bits is None:
             return start(reduce_scatter, rows, axis).wait
         pending = [start(all_to_all, part, axis) for part in _encoded(rows, self.bits, self.block)]
@@ -192,12 +193,12 @@ def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
 
 
 def _encoded(rows: Tensor, bits: int | None, block: int | None) -> list[Tensor]:
-    """The form in which rows [r, n] travel: codes and scales, or the rows themselves."""
+    """Rows [r, n] as they travel: codes and scales, or the rows themselves."""
     return [rows] if bits is None else list(quantize_rows(rows, bits, block))
 
 
 def _decoded(parts: Sequence[Tensor], n: int, bits: int | None, block: int | None) -> Tensor:
-    """The rows [r, n], from what has arrived."""
+    """The rows [r, n] from what has arrived."""
     return parts[0] if bits is None else dequantize_rows(parts[0], parts[1], n, bits, block)
 
 
@@ -213,7 +214,7 @@ def _in_order(spread: Tensor, levels: Levels) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Forward: gathered as codes, now or since `begun`. Backward: reduce_scatter, in full precision."""
+    """Forward: gather codes, or end the gather `begun`. Backward: reduce_scatter, in full precision."""
 
     @staticmethod
     def forward(
@@ -238,7 +239,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Reduced(torch.autograd.Function):
-    """Forward: reduced through codes, now or since `begun`. Backward: all_gather, in full precision."""
+    """Forward: reduce through codes, or end the reduction `begun`. Backward: all_gather, in full precision."""
 
     @staticmethod
     def forward(
@@ -269,7 +270,7 @@ zero_plus_plus = options_over(start, gather_rows, quantized_all_gather, quantize
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------
-# `tplab.data.quantization` says what is computed, also for zeros, inf and NaN; its NumPy version gives the same bits.
+# `tplab.data.quantization` defines the result, also for zeros, inf and NaN; its NumPy version gives the same bits.
 
 
 def quantize(x: Tensor, bits: int = 8, block: int | None = 256) -> Quantized:
@@ -278,7 +279,7 @@ def quantize(x: Tensor, bits: int = 8, block: int | None = 256) -> Quantized:
     scale = max |x| / L,  code = round(x / scale)      L = 127 for 8 bits, 7 for 4 bits
     block     None: one scale for the whole tensor
     bytes     ceil(n * bits / 8) of codes, 4 per block of scales
-    inf, NaN  the block comes back as NaN
+    inf, NaN  the whole block becomes NaN
     Raises ValueError for other bits, TypeError for a tensor of whole or complex numbers. It has no gradient.
     """
     codes, scales = quantize_rows(x.detach().reshape(1, -1), bits, block)

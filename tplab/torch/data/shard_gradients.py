@@ -37,8 +37,8 @@ def shard_gradients(
         optimizer.step()
 
     This is like `shard_optimizer`, but the backward pass itself combines gradients: as soon as those of a bucket are
-    ready, their reduce_scatter begins and they are freed, while the backward pass goes on. So a rank holds its piece of
-    the gradients, and at most two buckets of whole gradients: one that is filling, and one on its way.
+    ready, their reduce_scatter starts and they are freed, while the backward pass goes on. So a rank holds its piece of
+    the gradients, and at most two buckets of whole gradients: one that is filling, and one in flight.
 
     bucket_bytes    the most that travels in one message; None: each parameter by itself. Buckets leave from the last
                     parameter to the first, the same on every rank; a parameter that got no gradient counts as zeros
@@ -46,7 +46,7 @@ def shard_gradients(
     states    2 + 14/R bytes per parameter with Adam and master_dtype=float32
     sent      2(R-1)/R of the parameters by each rank; with k backward passes before a step, each sends its gradients:
               k+1 times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
-    In `train_batch`, which has several backward passes, buckets leave during the last of them, when a batch's gradients
+    In `train_batch`, which has several backward passes, buckets leave during the last one, when the batch's gradients
     are complete.
     The other arguments are those of `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
@@ -73,14 +73,14 @@ class _GradientsShardedOptimizer(ShardedOptimizer):
 class _Leaving:
     """Buckets that leave during the backward pass, in their order, one after another.
 
-    The parameters' hooks keep it alive, also where the optimizer is dropped: Python may drop it at another time on
-    each rank, and all must send the same. It does not keep the parameters alive, nor the optimizer, which does:
-    Python's garbage collector cannot free a cycle through a hook of this kind, as torch refers to the hooks twice.
+    The parameters' hooks keep it alive, even if the optimizer is dropped: Python may drop that at another time on each
+    rank, and all ranks must send the same. It keeps neither the parameters alive nor the optimizer, which refers to
+    them: Python cannot collect a cycle through a hook of this kind, as torch refers to the hooks twice.
     """
 
     def __init__(self, buckets: Sequence[Bucket]):
         self._buckets = buckets
-        self._end: Callable[[], object]  # of the pass that is running; gives None otherwise
+        self._end: Callable[[], object]  # of the running pass; returns None if there is none
         self._ready: list[set[int]] = [set() for _ in buckets]  # the parameters whose gradients are ready, by id
         self._begin_pass()
         for bucket, ready in zip(buckets, self._ready):
@@ -89,7 +89,7 @@ class _Leaving:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, ready))
 
     def _begin_pass(self) -> None:
-        """Also where the one before has raised."""
+        """Reset for a new pass, also if the one before has raised."""
         for ready in self._ready:
             ready.clear()
         self._next, self._end = 0, lambda: None
@@ -113,7 +113,7 @@ class _Leaving:
         self._next += 1
 
     def _finish(self) -> None:
-        """At the end of the pass, send what has not left, and wait for what is on its way."""
+        """At the end of the pass, send what has not left, and wait for what is in flight."""
         try:
             while self._next < len(self._buckets):
                 self._leave()

@@ -51,18 +51,17 @@ def shard_parameters(
 
     units                  modules that are units, in the order of the forward pass: by default the members of every
                            nn.Sequential and nn.ModuleList (not of those inside other members). All other parameters,
-                           and those that several units share, are a unit that is whole from the beginning of the
+                           and those that several units share, form a unit that is whole from the beginning of the
                            model's forward pass to its end
     op                     how gradients are combined: "mean" or "sum"
     reshard_after_forward  False keeps the whole parameters from the forward to the backward pass. An axis that is a
-                           part of `axis`: a second piece is kept, shared by the ranks of that axis, and the second
-                           gather stays among them (ZeRO++'s hpZ)
-    prefetch               whether, while one unit computes, the next one's parameters and the last one's gradients
-                           travel. One more unit is then whole
+                           part of `axis`: its ranks share a second piece, for the second gather (ZeRO++'s hpZ)
+    prefetch               whether the next unit's parameters and the last one's gradients travel while one computes:
+                           one more unit is then whole
     replicate_axis         the axis along which pieces have copies (hybrid sharding): gradients are all_reduced along it
-    compute_dtype          that of whole parameters: bfloat16, where the pieces are float32
+    compute_dtype          the dtype of whole parameters: bfloat16, if the pieces are float32
     reduce_dtype           the dtype in which gradients travel; by default, that of the whole parameters
-    gather, reduce         what sends: functions as in `tplab.torch.data.pieces`, or None for all_gather, reduce_scatter
+    gather, reduce         functions that send, as in `tplab.torch.data.pieces`; None: all_gather, reduce_scatter
 
     states    16/R bytes per parameter with Adam, besides the units that are whole
     sent      3(R-1)/R of the parameters by each rank; 2(R-1)/R without reshard_after_forward
@@ -89,18 +88,18 @@ def shard_parameters(
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backward passes of a model that `shard_parameters` has cut add up the gradients and send nothing.
+    """Inside, backward passes of a model that `shard_parameters` has cut add up gradients and send nothing.
 
         for x, y in microbatches[:-1]:
             with no_sync(model):
                 loss(model(x), y).backward()
         x, y = microbatches[-1]
-        loss(model(x), y).backward()         # sends the sums, also those of units that it does not reach
+        loss(model(x), y).backward()         # sends the sums, also for units that it does not reach
 
     sent      each rank sends (R-1)/R of the parameters less for each backward pass inside. Gathers stay as they are
-    memory    from the first of them to the one that sends, every rank keeps the whole gradient, in reduce_dtype or
-              else the dtype of whole parameters: in float32 4 bytes per parameter, instead of 4/R
-    The `.grad` of pieces stays as it is until then, so clip and step after a backward pass outside. Until then
+    memory    from the first of these passes to the one that sends, every rank keeps the whole gradient, in reduce_dtype
+              or else the dtype of whole parameters: in float32 4 bytes per parameter, instead of 4/R
+    The `.grad` of pieces does not change until then, so clip and step after a backward pass outside. Until then
     `zero_grad` does not drop what is kept, as in FSDP; an exception inside the block does.
     Raises ValueError for a model that has not been cut.
     """
@@ -119,7 +118,7 @@ _SHARDED = "_sharded_by_tplab"
 
 
 def sharded_model(model: nn.Module) -> Model:
-    """The sharded form that `shard_parameters` has given a model. Raises ValueError for one that it has not cut."""
+    """The sharded form of a model, from `shard_parameters`. Raises ValueError if the model has not been cut."""
     found = getattr(model, _SHARDED, None)
     if found is None:
         raise ValueError(
@@ -129,7 +128,7 @@ def sharded_model(model: nn.Module) -> Model:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The members of every list of layers in a module, but not of the lists inside members."""
+    """The members of every list of layers in a module, except lists inside members."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
         return [member for member in module if any(True for _ in member.parameters())]
     return [layer for child in module.children() for layer in _layers(child)]
@@ -178,7 +177,7 @@ def _owners(model: nn.Module, units: Sequence[nn.Module]) -> list[tuple[Sites, n
 
 
 def _groups(sites: Sequence[Sites], about: About, unit: str) -> list[Group]:
-    """Parameters that travel in one message."""
+    """The parameters grouped by message."""
     kinds: dict[tuple[torch.dtype, bool], list[Sites]] = {}
     for places in sites:
         module, name = places[0]

@@ -1,8 +1,9 @@
-"""An optimizer of which each rank keeps a part: ZeRO's first two stages."""
+"""An optimizer whose states are sharded: ZeRO's first two stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -29,12 +30,13 @@ from tplab.torch.data.pieces import (
     row_of,
     wholes_in,
 )
+from tplab.torch.layers.parameters import cuts_of
 from tplab.torch.private import storage_id
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
-"""What torch's optimizers take: parameters, or groups of them with options."""
+"""The arguments of torch's optimizers: parameters, or groups of them with options."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -43,7 +45,7 @@ class ShardedOptimizer(Optimizer):
     Use it like any other: `step()`, `zero_grad()`, `param_groups`, `state_dict()`, a learning rate scheduler. Its
     parameters are the pieces [n], in the given groups and order, and so are its states.
 
-    reduce_gradients()   what `step` does first: afterwards each piece's `.grad` is this rank's part of the reduced
+    reduce_gradients()   the first part of `step`: afterwards each piece's `.grad` is this rank's part of the reduced
                          gradient, so that you can clip or inspect it, until `step` frees it. Call it once before each
                          step, on all ranks
     num_bytes()          what this rank keeps: (parameters, gradients, optimizer)
@@ -61,8 +63,9 @@ class ShardedOptimizer(Optimizer):
             for bucket in _buckets(group["params"], about, axis or about.axis):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
+            _check_cuts(group["params"], axis or about.axis, about.replicate_axis)
             group["params"] = [made[p] for p in group["params"]]
-        self._wholes = seen  # kept alive here and not by the buckets
+        self._wholes = seen  # kept alive here, not by the buckets
         self.inner = make(groups)
         self._is_reduced = self._has_all = False
         super().__init__(self.inner.param_groups, self.inner.defaults)
@@ -74,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError for parameters that come later: they are cut when the optimizer is made."""
+        """Raise RuntimeError for parameters that come later: all are cut when the optimizer is made."""
         if self._has_all:
             raise RuntimeError(
                 f"add_param_group: {len(self.param_groups)} groups were cut over the ranks when this optimizer was "
@@ -102,7 +105,7 @@ class ShardedOptimizer(Optimizer):
         for bucket in self.buckets:
             bucket.follow()
         self.inner.step()
-        self.inner.zero_grad()  # model.zero_grad() does not know the pieces
+        self.inner.zero_grad()  # model.zero_grad() does not reach the pieces
         self._is_reduced = False
         for bucket in self.buckets:
             bucket.gather()
@@ -117,15 +120,15 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: states have the shapes of its pieces. "master" has the pieces that are copies of the
-        parameters, by the same numbers as "state"."""
+        parameters, under the same numbers as "state"."""
         copies = {piece for bucket in self.buckets for piece, _ in bucket.copies()}
         master = {number: piece.detach() for number, piece in enumerate(self._pieces()) if piece in copies}
         return self.inner.state_dict() | ({"master": master} if master else {})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank. Copies that it does not have are made from the parameters, so
-        load those first."""
+        """Load what `state_dict` returned on this rank. Missing copies are made from the parameters: load those
+        first."""
         self.inner.load_state_dict(state_dict)
         self._share()
         numbers = {piece: number for number, piece in enumerate(self._pieces())}
@@ -147,26 +150,23 @@ class ShardedOptimizer(Optimizer):
         return tuple(sum(x.nbytes for x in kind if x is not None) for kind in kinds)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
 class About:
     """How pieces are made and what they send: the options of `shard_optimizer` and `shard_gradients`."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        op: str,
-        replicate_axis: Axis | None,
-        master_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        bucket_bytes: float | None,
-        is_reduced: bool,
-        gather: Gather | None,
-        reduce: Reduce | None,
-    ):
-        data_axes(this_rank().mesh, axis, replicate_axis)
-        one_of("op", op, OPS)
-        self.axis, self.op, self.replicate_axis, self.is_reduced = axis, op, replicate_axis, is_reduced
-        self.master_dtype, self.reduce_dtype, self.bucket_bytes = master_dtype, reduce_dtype, bucket_bytes
-        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
+    axis: Axis
+    op: str
+    replicate_axis: Axis | None
+    master_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    bucket_bytes: float | None
+    is_reduced: bool
+    gather: Gather | None
+    reduce: Reduce | None
+
+    def __post_init__(self) -> None:
+        data_axes(this_rank().mesh, self.axis, self.replicate_axis)
+        one_of("op", self.op, OPS)
 
 
 class Bucket:
@@ -174,10 +174,10 @@ class Bucket:
 
     axis     along which ranks hold copies of them: `about.axis`, or a part of it
     shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
-    row      this rank's part of the reduced gradient, until the optimizer gets it; None: there is none yet
+    row      this rank's part of the reduced gradient, until the optimizer gets it; None if there is none yet
     in_backward   whether it leaves during the backward pass
 
-    It does not keep the parameters alive, since their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
+    It does not keep the parameters alive, because their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], about: About, axis: Axis):
@@ -196,12 +196,12 @@ class Bucket:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Its parameters: all of them, as long as the optimizer exists."""
+        """Its parameters: all of them, while the optimizer exists."""
         return [parameter for held in self._parameters if (parameter := held()) is not None]
 
     @property
     def has_taken(self) -> bool:
-        """Whether it has gradients that the pieces have not got yet."""
+        """Whether it has gradients that the pieces have not received yet."""
         return self.row is not None or self._handle is not None
 
     @property
@@ -210,19 +210,19 @@ class Bucket:
         return self.about.is_reduced
 
     def begin(self) -> None:
-        """Begin to combine the gradients over the ranks, and free them. That of a parameter that is gone is zero."""
+        """Start combining the gradients over the ranks, and free them. A parameter that is gone counts as zeros."""
         grads = [getattr(held(), "grad", None) for held in self._parameters]
         about, dtype = self.about, self.about.reduce_dtype or self.dtype
         message = message_of(self.pieces, grads, self.shards[0], dtype)
         count_as("gradients", message)
         self._let_go()
-        self._handle = about.reduce(message, self.axis, about.op)
+        self._handle = (about.reduce or reduce_rows)(message, self.axis, about.op)
 
     def end(self) -> None:
-        """Wait for what was begun, and add this rank's part to its row."""
+        """Wait for what `begin` started, and add this rank's part to its row."""
         if self._handle is not None:
             row = reduced_row(self._handle, self.about.replicate_axis, self.about.op)
-            if self.about.op == "mean" and self.axis != self.about.axis:  # the ranks that hold other pieces count too
+            if self.about.op == "mean" and self.axis != self.about.axis:  # ranks that hold other pieces count too
                 row = row * (axis_size(self.axis) / axis_size(self.about.axis))
             self.row = row if self.row is None else self.row + row
             count_as("gradients", self.row)
@@ -248,22 +248,22 @@ class Bucket:
         self.row = None
 
     def follow(self) -> None:
-        """Take what the program has written to the parameters, where pieces in their dtype are not their memory."""
+        """Take what the program has written to the parameters; other elements keep the bits of their master copy."""
         for piece, held in self.copies():
-            if piece.dtype == held.dtype:
-                piece.copy_(held)
+            written = held != piece.to(held.dtype)
+            piece.copy_(torch.where(written, held.to(piece.dtype), piece))
 
     def gather(self) -> None:
         """Give every rank the pieces of all others, in the parameters' own dtype."""
         row = row_of(self.pieces, self.shards, self.dtype)
-        message = self.about.gather(row, self.axis).read()
+        message = (self.about.gather or gather_rows)(row, self.axis).read()
         wholes = wholes_in(self.pieces, message)
         count_as("gathered", [message, *wholes])
         for parameter, whole in zip(self.parameters, wholes):
             parameter.copy_(whole)
 
     def copies(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """The pieces that are not memory of a parameter, each with the corresponding part of the parameter."""
+        """The pieces that have their own memory, each with the corresponding part of its parameter."""
         held = held_of(self.pieces, self.index, self.parameters)
         for piece, own, parameter in zip(self.shards, held, self.parameters):
             if storage_id(piece.untyped_storage()) != storage_id(parameter.untyped_storage()):
@@ -296,10 +296,22 @@ def _groups(make: Any, params: Params) -> list[dict[str, Any]]:
 def _check_kind(given: Any, is_right: bool) -> None:
     if not is_right:
         raise TypeError(
-            "a sharded optimizer takes what makes an optimizer, and parameters or groups of them, as in "
+            "a sharded optimizer takes an optimizer class, and parameters or groups of them, as in "
             f"shard_optimizer(torch.optim.Adam, model.parameters()); it was given an object of type "
             f"{type(given).__name__}"
         )
+
+
+def _check_cuts(parameters: Sequence[Tensor], axis: Axis, replicate_axis: Axis | None) -> None:
+    """Raise ValueError if ranks that would share a parameter hold different pieces of it, as of experts."""
+    mesh = this_rank().mesh
+    names = [name for axes in (axis, replicate_axis) if axes for name in mesh.names(axes) if mesh.axis_size(name) > 1]
+    for parameter in parameters:
+        if cut := [name for name in names if name in cuts_of(parameter)]:
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} is cut along {cut[0]!r}: its ranks hold different pieces, not "
+                'copies; give such parameters a group of their own, {"params": [...], "axis": the axes of their copies}'
+            )
 
 
 def _buckets(parameters: Sequence[Tensor], about: About, axis: Axis) -> Iterable[Bucket]:
@@ -335,20 +347,20 @@ def shard_optimizer(
     `step` combines the gradients, so that each rank gets its piece [ceil(n/R)] of each parameter's gradient [n]; it
     steps the pieces; and it gathers them, so that every rank has the whole parameters again.
 
-    optimizer       makes the optimizer of a rank's pieces: a class of torch.optim, or a function. What it does to an
+    optimizer       makes the optimizer of a rank's pieces: a class of torch.optim, or a function. Its update of an
                     element may depend only on that element, as in SGD, Adam or AdamW: it never sees a whole matrix
     params          as for the optimizer: model.parameters(), or groups with options. Frozen parameters are left out; a
-                    tied one counts once. A parameter without a gradient is stepped with zeros. Of experts that are cut
-                    along some of the axes, a group's own "axis" names the others, whose ranks hold copies of them;
-                    then `axis` names all axes, and replicate_axis none
+                    tied one counts once. A parameter without a gradient is stepped with zeros. For experts that are cut
+                    along some of the axes, a group's own "axis" names the others, whose ranks hold copies; then `axis`
+                    names all axes, and replicate_axis none
     op              how gradients are combined: "mean" or "sum"
     replicate_axis  the axis along which pieces have copies: gradients are combined along it too
-    master_dtype    that of the pieces: float32 keeps an exact copy of parameters that are bfloat16
+    master_dtype    the dtype of the pieces: float32 keeps an exact copy of bfloat16 parameters
     reduce_dtype    the dtype in which gradients travel; by default, their own
     bucket_bytes    the most that travels in one message; None: each parameter by itself
     is_reduced      whether the gradients have already been combined (`average_gradients`, `data_parallel`): then
                     nothing is sent for them
-    gather, reduce  what sends: functions as in `tplab.torch.data.pieces`, or None for all_gather and reduce_scatter
+    gather, reduce  how to send: functions as in `tplab.torch.data.pieces`, or None for all_gather and reduce_scatter
 
     states    4 + 12/R bytes per parameter with Adam and master_dtype=float32, where R copies take 16
     sent      reduce_scatter and all_gather: 2(R-1)/R of the parameters by each rank, the same as an all_reduce of the

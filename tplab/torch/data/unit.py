@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tplab.torch.comm.autograd import token
 from tplab.torch.comm.collectives import Handle
 from tplab.torch.data.group import About, Group
 from tplab.torch.data.pieces import wholes_in
-from tplab.torch.private import no_dispatch, saved_hooks, storage_id
+from tplab.torch.private import saved_hooks, storage_id
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
 
 
 class Use:
-    """One forward pass of a group, and its backward pass: the times when its parameters are whole.
+    """One forward pass of a group, and its backward pass: the period in which its parameters are whole.
 
     wholes     the whole parameters, while they are needed
-    before     the use before it in the forward pass: the backward pass reaches it next
+    before     the previous use in the forward pass: the backward pass reaches it next
     """
 
     def __init__(self, group: Group, before: Use | None):
@@ -41,7 +42,7 @@ class Use:
 
     def arrive(self) -> list[Tensor]:
         """The whole parameters, for the forward pass."""
-        if (self._token is not None) != torch.is_grad_enabled():  # the layer before had another mode
+        if (self._token is not None) != torch.is_grad_enabled():  # grad mode has changed since the layer before
             self._token = self._begun()
         if self._token is None:
             self.wholes = self.gathered()
@@ -65,7 +66,7 @@ class Use:
         return wholes
 
     def begin_again(self) -> None:
-        """Begin to gather what the backward pass will need, unless it is here, on its way, or no longer needed."""
+        """Start gathering for the backward pass, unless the parameters are here, in flight, or no longer needed."""
         if self.num_served < self.num_kept and self.wholes is None and self._arriving is None:
             self.begin_gather()
 
@@ -102,16 +103,16 @@ class Use:
 
 
 class _Begin(torch.autograd.Function):
-    """Forward: the gather has begun. Backward: wait for what `_Arrive` began to reduce.
+    """Forward: the gather has started. Backward: wait for the reduction that `_Arrive` started.
 
-    Whatever runs between the two nodes overlaps with the message: in the forward pass this is the layer before, and in
-    the backward pass, which reaches the nodes in reverse order, it is that layer's backward pass.
+    Whatever runs between the two nodes overlaps with the message: in the forward pass the layer before, and in the
+    backward pass, which reaches the nodes in reverse order, that layer's backward pass.
     """
 
     @staticmethod
     def forward(ctx: Any, use: Use, *shards: Tensor) -> Tensor:
         ctx.use = use
-        return _token(shards[0])
+        return token(shards[0], torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -119,33 +120,27 @@ class _Begin(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Forward: the whole parameters. Backward: the reduction of their gradients begins."""
+    """Forward: the whole parameters. Backward: start the reduction of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, use: Use) -> tuple[Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        with torch.enable_grad():  # as the caller's: a secondary piece is kept for a backward pass
+        with torch.enable_grad():  # as in the caller: a secondary piece is kept for a backward pass
             wholes = use.gathered()
         return tuple(wholes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.use.begin_reduce(grads)
-        return _token(ctx.use.group.shards[0]), None
-
-
-def _token(like: Tensor) -> Tensor:
-    """The tensor that joins the two nodes; it is no operation of the program."""
-    with no_dispatch():
-        return like.new_zeros((), dtype=torch.float32)
+        return token(ctx.use.group.shards[0], torch.float32), None
 
 
 class Unit:
     """A module whose own parameters, which are in no other unit, are gathered when it runs.
 
-    Parameters of the model itself that it uses are whole during the model's forward pass. If the unit runs by itself,
-    as when a checkpoint runs it again for the backward pass, it gathers those too.
+    It may also use parameters of the model itself, which are whole during the model's forward pass. If the unit runs on
+    its own, as when a checkpoint recomputes it for the backward pass, it gathers those too.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[Group], model: Model):
@@ -153,18 +148,18 @@ class Unit:
         inside = set(module.modules())
         others = model.units[0].groups if model.units else []
         self._borrowed = [g for g in others if any(home in inside for places in g.sites for home, _ in places)]
-        self._ahead: list[Use] | None = None  # begun before its turn
+        self._ahead: list[Use] | None = None  # started before its turn
         self._open: list[tuple[list[Use], saved_tensors_hooks | None]] = []
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward, always_call=True)
 
     def begin(self) -> None:
-        """Begin to gather, ahead of the forward pass."""
+        """Start gathering, ahead of the forward pass."""
         if self._ahead is None:
             self._ahead = self._model.uses(self.groups)
 
     def drop(self) -> None:
-        """Drop what was begun but never used: it would be out of date after the optimizer's step."""
+        """Drop what was started but never used: it would be out of date after the optimizer's step."""
         self._ahead = None
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -204,14 +199,14 @@ class Model:
     def __init__(self, about: About):
         self.about = about
         self.units: list[Unit] = []
-        self.open: list[Use] = []  # those whose forward pass is running
+        self.open: list[Use] = []  # whose forward pass is running
         self.is_running = False
         self._last: Use | None = None
 
     def uses(self, groups: Sequence[Group]) -> list[Use]:
         made = []
         for group in groups:
-            self._last = Use(group, self._last if self.is_running else None)  # a checkpoint runs units by themselves
+            self._last = Use(group, self._last if self.is_running else None)  # a checkpoint runs units on their own
             made.append(self._last)
         return made
 
@@ -220,7 +215,7 @@ class Model:
             self._last, self.is_running = None, True
 
     def runs(self, unit: Unit) -> None:
-        """Begin to gather the next unit's parameters, which travel while this one computes."""
+        """Start gathering the next unit's parameters, which travel while this unit computes."""
         place = self.units.index(unit) + 1
         if self.about.prefetch and self.is_running and place < len(self.units):
             self.units[place].begin()
@@ -232,9 +227,9 @@ class Model:
                 other.drop()
 
     def hooks(self) -> saved_tensors_hooks:
-        """Inside these, autograd keeps only how whole parameters are used, not the parameters.
+        """Hooks under which autograd keeps only how whole parameters are used, not the parameters.
 
-        Only the innermost hooks are called: these pass on to those that were in force before.
+        Only the innermost hooks are called: these pass on to the outer ones.
         """
         outer: tuple[Callable[..., Any], Callable[..., Any]] = saved_hooks(True) or (_same, _same)
         origins = {
@@ -258,7 +253,7 @@ class Model:
 
 
 class _Kept:
-    """A whole parameter, or a view of it, that a backward pass will need: how to make it again."""
+    """A whole parameter, or a view of it, that a backward pass will need: how to restore it."""
 
     __slots__ = ("offset", "place", "shape", "stride", "use")
 

@@ -1,4 +1,4 @@
-"""What torch.distributed asks of a process group: each of its methods as one of the collectives that tplab knows."""
+"""The methods that torch.distributed calls on a process group, each in terms of one of tplab's collectives."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tplab.torch.private import no_dispatch, num_modes, premul_factor
 from tplab.torch.ranks.rank import Apart, Call, Place, current_rank_or_none
 
 Put = Tensor | Sequence[Tensor]
-"""What a rank puts into a collective: a tensor, or several that count as one, behind one another."""
+"""A rank's input to a collective: a tensor, or several that count as one, concatenated."""
 
 
 class Asked:
     """The methods that torch.distributed calls by name, in terms of tplab's own collectives.
 
     Each of them checks its arguments and calls `_run` with the collective as a `Call`, this rank's input, and a
-    function that writes the result where the program wants it. A class that inherits from this one has a `_run`.
+    function that writes the result where the program wants it. Subclasses define `_run`.
 
     rank    this rank's number in the world
     ranks   the group's members; name: torch's name of the group; label: its name in a trace
@@ -37,10 +37,10 @@ class Asked:
     def _run(self, call: Call, put: Put, opts: Any, into: Sequence[Tensor], is_taker: bool = True) -> Any:
         """Run a collective; if `opts.asyncOp` is true, the program waits for it itself.
 
-        into      where the program finds the result, also as that of the collective's future
+        into      the tensors that get the result, also as the result of the collective's future
         is_taker  whether this rank gets a result
         """
-        raise NotImplementedError  # this is no ABC, as torch's own class of process groups has another metaclass
+        raise NotImplementedError  # no ABC, because torch's process groups have another metaclass
 
     def _together(self, works: Sequence[Any], opts: Any) -> Any:
         """Several collectives as one."""
@@ -94,7 +94,7 @@ class Asked:
         pieces: Sequence[Tensor] = inputs if isinstance(inputs[0], Tensor) else inputs[0]
         self._check_count("reduce_scatter", pieces)
         self._check_numel("reduce_scatter", "output", output, pieces[self.place.index].numel())
-        if not all(x.is_contiguous() for x in (output, *pieces)):  # gloo adds up what memory has in these:
+        if not all(x.is_contiguous() for x in (output, *pieces)):  # gloo adds up the memory of these as it is:
             output.data.copy_(pieces[self.place.index])
             clones = [output if place == self.place.index else piece.clone() for place, piece in enumerate(pieces)]
             pieces, output = [in_memory("reduce_scatter", x) for x in clones], in_memory("reduce_scatter", output)
@@ -182,10 +182,10 @@ class Asked:
         return self._run(self._call("barrier", ()), nothing, opts, [], False)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """The error for a deadlock names a rank that never arrives."""
+        """Wait for all ranks. The error for a deadlock names a rank that never arrives."""
         self.barrier(_Finished)
 
-    # --- how -----------------------------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------------------
 
     def _call(
         self,
@@ -211,7 +211,7 @@ class Asked:
         return call
 
     def _deal(self, op: str, places: Sequence[Tensor], y: Tensor) -> None:
-        """Write what has come into one tensor, or into one per rank."""
+        """Write what has arrived into one tensor, or into one per rank."""
         if len(places) == 1:
             self._check_numel(op, "output", places[0], y.numel())
             _write(places[0], y)
@@ -220,7 +220,7 @@ class Asked:
             _write(place, piece)
 
     def _root(self, opts: Any, given: dict[str, Any]) -> int:
-        """The position of the rank that everything comes from, or goes to."""
+        """The position of the rank that all data comes from, or goes to."""
         return self._position(int(given["root"] if opts is None else opts.rootRank))
 
     def _position(self, rank: int) -> int:
@@ -253,8 +253,8 @@ Asked.alltoall_base = Asked.all_to_all_single  # type: ignore[attr-defined]
 
 
 class Method(NamedTuple):
-    """A method of a process group: the operation of `torch.ops.c10d` that torch dispatches for it, what gloo calls it
-    in a profile ("": nothing), and where its inputs are among the arguments."""
+    """A method of a process group: the operation of `torch.ops.c10d` that torch dispatches for it, gloo's name for it
+    in a profile ("": none), and the position of its inputs among the arguments."""
 
     operation: str
     title: str
@@ -280,7 +280,7 @@ _METHODS = {
 
 
 def methods_of(group: type) -> dict[str, tuple[Any, Method]]:
-    """The methods of a class of process groups that torch calls, by each of torch's names for them."""
+    """The methods that torch calls on process groups of this class, by each of torch's names for them."""
     known = {getattr(group, name): about for name, about in _METHODS.items()}
     functions = {name: method for name in dir(group) if isinstance(method := getattr(group, name), FunctionType)}
     return {name: (method, known[method]) for name, method in functions.items() if method in known}
@@ -324,7 +324,7 @@ def factor_of(opts: Any) -> Any:
 
 
 def several(tensors: Any) -> Sequence[Tensor]:
-    """The tensors, where torch passes a list of them or just one."""
+    """The tensors as a list; torch passes a list of them or just one."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
@@ -341,7 +341,7 @@ def _sizes(pieces: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _write(output: Tensor, y: Tensor) -> None:
-    """Write a result where the program wants it. Autograd does not see it, as with any other process group."""
+    """Write a result where the program wants it. Autograd does not see the write, as with any other process group."""
     if num_modes():
         with no_dispatch():
             _copy(output, y)
@@ -351,21 +351,21 @@ def _write(output: Tensor, y: Tensor) -> None:
 
 def _copy(output: Tensor, y: Tensor) -> None:
     if y.dtype != output.dtype:
-        raise TypeError(f"what arrives is {y.dtype}, and the tensor for it {output.dtype}; give both one dtype")
+        raise TypeError(f"the result is {y.dtype}, and the tensor for it is {output.dtype}; use one dtype for both")
     output.data.copy_(y if y.shape == output.shape else y.view(output.shape))
     if (rank := current_rank_or_none()) is not None and rank.types is not None:
         rank.types.carried(y, output)
 
 
-# --- tensors that are not contiguous, as gloo takes them --------------------------------------------------------------
+# --- tensors that are not contiguous, as gloo treats them -------------------------------------------------------------
 
 
 def in_memory(op: str, x: Tensor, elementwise: bool = False) -> Tensor:
-    """x as gloo reads and writes it in this collective: as many elements as it has, as its memory has them, whatever
-    its strides say. Where that may be another order than the program's, it is a warning.
+    """x as gloo reads and writes it in this collective: its number of elements, in the order of memory, whatever the
+    strides. Warns if the program's order may differ.
 
     elementwise   whether the order makes no difference, as long as it is the same on all ranks
-    Raises ShapeError where memory ends before.
+    Raises ShapeError if the memory ends before the last element.
     """
     if x.layout is not torch.strided or x.is_contiguous():
         return x
@@ -374,7 +374,7 @@ def in_memory(op: str, x: Tensor, elementwise: bool = False) -> Tensor:
     if (x.storage_offset() + x.numel()) * x.element_size() > x.untyped_storage().nbytes():
         raise ShapeError(f"{about}, which ends before the last one; pass x.contiguous()")
     if rank is not None and not (elementwise and fills_its_memory(x)):
-        rank.lines.warning(f"{about}. gloo takes them as they are there, nccl refuses them; pass x.contiguous()")()
+        rank.lines.warning(f"{about}. gloo uses the order of memory, nccl refuses the tensor; pass x.contiguous()")()
     with no_dispatch():
         return x.detach().as_strided(x.shape, strides)
 
@@ -389,7 +389,7 @@ def check_contiguous(op: str, x: Tensor) -> None:
 
 
 def fills_its_memory(x: Tensor) -> bool:
-    """Whether its elements are all that is between its first and its last one."""
+    """Whether there are no gaps in memory between its first element and its last."""
     expected = 1
     for size, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda pair: pair[1]):
         if size > 1:

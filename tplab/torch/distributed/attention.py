@@ -1,8 +1,9 @@
-"""The CPU's flash attention where torch knows only those of GPUs, and which kernels each rank may use.
+"""The CPU's flash attention where torch only supports those of GPUs, and which kernels each rank may use.
 
 torch has no rules for `aten._scaled_dot_product_flash_attention_for_cpu`, which `scaled_dot_product_attention` uses on
-the CPU. Its two operations take and return the same as those for GPUs, so torch's rings run over them as they are, and
-with rules of ours for DTensor each rank has some of the heads, or of the batch, or everything (torch 2.11, 2.13, 2.14).
+the CPU. Its two operations have the same inputs and outputs as those for GPUs, so torch's rings run over them
+unchanged. With our rules for DTensor, each rank has some heads, some of the batch, or everything (torch 2.11, 2.13,
+2.14).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _SEQUENCE = 2  # [B, H, S, D], and log-sum-exp [B, H, S]
 
 
 def cpu_kernels(home: Any) -> dict[Any, Callable[..., Any]]:
-    """What context_parallel does with each operation, for its table `custom_ops`.
+    """The handlers of both operations for context_parallel's table `custom_ops`.
 
-    home   torch's module in which the rings are
+    home   torch's module with the rings
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -60,7 +61,7 @@ _TABLES = "op_strategy_funcs", "op_to_schema_info"
 
 
 def tables_with_attention(propagator: Any) -> dict[str, Any]:
-    """The tables of DTensor's sharding propagator by name, with these rules; its own stay as they are."""
+    """The tables of DTensor's sharding propagator by name, with these rules; the propagator itself is unchanged."""
     from torch.distributed.tensor.experimental import register_sharding
 
     before = {name: getattr(propagator, name) for name in _TABLES}
@@ -78,25 +79,25 @@ def tables_with_attention(propagator: Any) -> dict[str, Any]:
 def _forward(*args: Any, attn_mask: Any = None, **_: Any) -> list[tuple[list[Any], list[Any]]]:
     """query [B, H, S, D], key and value [B, H, T, D]   ->   output [B, H, S, D], log-sum-exp [B, H, S]"""
     others = [None] * (len(args) - 3)
-    return [([lies] * 2, [lies] * 3 + others + mask) for lies, mask in _lies(attn_mask)]
+    return [([placement] * 2, [placement] * 3 + others + mask) for placement, mask in _placements(attn_mask)]
 
 
 def _backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[tuple[list[Any], list[Any]]]:
     """Gradient of the output, query, key, value, output, log-sum-exp -> the gradients of query, key and value."""
     others = [None] * (len(args) - 6)
-    return [([lies] * 3, [lies] * 6 + others + mask) for lies, mask in _lies(attn_mask)]
+    return [([placement] * 3, [placement] * 6 + others + mask) for placement, mask in _placements(attn_mask)]
 
 
-def _lies(mask: Any) -> list[tuple[Any, list[Any]]]:
-    """How all of them may lie along one dim of the mesh, and how the mask does: [S, T] or [B or 1, H or 1, S, T].
+def _placements(mask: Any) -> list[tuple[Any, list[Any]]]:
+    """The possible placements of all tensors along one mesh dim, and the mask's: [S, T] or [B or 1, H or 1, S, T].
 
-    DTensor does not move keyword arguments, so a mask is never cut.
+    DTensor does not redistribute keyword arguments, so a mask is never sharded.
     """
     from torch.distributed.tensor import Replicate, Shard
 
     possible: list[Any] = [Replicate()]
     possible += [Shard(dim) for dim in (1, 0) if mask is None or len(mask.shape) < 4 or mask.shape[dim] == 1]
-    return [(lies, [] if mask is None else [Replicate()]) for lies in possible]
+    return [(placement, [] if mask is None else [Replicate()]) for placement in possible]
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -107,13 +108,13 @@ _choose: Any = attention._sdpa_kernel
 
 
 class Kernels:
-    """What each rank has chosen, while ranks run. Nothing is read or set until the first of them chooses.
+    """The kernels that each rank has chosen, while ranks run. Nothing is read or set until the first rank chooses.
 
-    torch keeps what `sdpa_kernel` chooses once per process, for C++. So a rank that chooses takes its choice along at
-    every turn from then on.
+    torch keeps the choice of `sdpa_kernel` once per process, in C++. So from then on, each turn restores a rank's
+    choice.
 
-    note   to be called where GPUs are mapped to the CPU, and a rank asks for kernels that only GPUs have: it gets the
-           CPU's flash attention
+    note   called where GPUs are mapped to the CPU, and a rank asks for kernels that only GPUs have: it gets flash
+           attention
     """
 
     def __init__(self) -> None:
@@ -123,17 +124,17 @@ class Kernels:
         self._process: Any = None
 
     def enter(self) -> None:
-        """From the notebook to the ranks."""
+        """Switch from the notebook to the ranks."""
         self._notebooks = attention_kernels()
         attention._sdpa_kernel = self._choose
 
     def leave(self) -> None:
-        """From the ranks to the notebook. It may be called again if Ctrl-C has ended it."""
+        """Switch from the ranks to the notebook. May be called again if Ctrl-C has interrupted it."""
         attention._sdpa_kernel = _choose
         put_attention_kernels(self._notebooks)
 
     def turn(self, process: Any) -> None:
-        """From now on `process` has the turn."""
+        """Give `process` the turn."""
         self._process = process
         if self._chosen:
             put_attention_kernels(self._chosen.get(process, self._notebooks))
@@ -148,8 +149,8 @@ class Kernels:
 
 
 def flex_attention_on_cpu(module: Any) -> list[tuple[Any, str, Any]]:
-    """torch's flex_attention, whose module this is, refuses gradients on the CPU, where a compiled one has none. Here
-    nothing is compiled, and what runs instead has them. Nor does it warn programs that have asked for compiling."""
+    """Changes to torch's flex_attention `module`. It refuses gradients on the CPU, where a compiled one has none; here
+    nothing is compiled, and what runs instead has them. Nor does it warn programs that asked for compilation."""
     warn_once = getattr(module, "_warn_once", None)
 
     def warn(warning_id: str, *args: Any, **about: Any) -> None:

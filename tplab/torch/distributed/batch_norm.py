@@ -1,4 +1,4 @@
-"""torch.nn.SyncBatchNorm on the CPU: what its kernels compute on GPUs, x [N, C, ...]. What it sends is torch's own."""
+"""torch.nn.SyncBatchNorm on the CPU: what its kernels compute on GPUs, x [N, C, ...]. Communication is torch's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tplab.torch.distributed.replaced import Value
 
 
 def sync_batch_norm_on_cpu() -> list[Value]:
-    """What must be replaced so that the layer runs on tensors of the CPU, in DistributedDataParallel or without it."""
+    """The replacements with which the layer runs on CPU tensors, in DistributedDataParallel or without it."""
     kernels = [_stats, _gather_stats_with_counts, _elemt, _backward_reduce, _backward_elemt]
     return [
         *((torch, f"batch_norm{kernel.__name__}", kernel) for kernel in kernels),
@@ -40,7 +40,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Sums of 16-bit numbers are kept in float32."""
+    """x in float32 if its numbers are narrower, as sums of them are."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -50,7 +50,7 @@ def _by_channel(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _others(x: Tensor) -> list[int]:
-    """All dims but the channels'."""
+    """All dims but the channel dim."""
     return [0, *range(2, x.ndim)]
 
 
@@ -63,7 +63,7 @@ def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _gather_stats_with_counts(
     x: Tensor, means: Tensor, invstds: Tensor, running_mean: Any, running_var: Any, factor: float, eps: float, n: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Those of all R ranks' samples, of means [R, C], invstds [R, C] and counts n [R]; running values are updated."""
+    """Both over all R ranks' samples, from means and invstds [R, C] and counts n [R]. Updates the running values."""
     n = n.to(means.dtype)[:, None]
     mean = (means * n).sum(0) / n.sum()
     variance = ((invstds**-2 - eps + (means - mean).square()) * n).sum(0) / n.sum()

@@ -1,10 +1,10 @@
-"""How a thread waits for another one: while it waits, it gives its turn away.
+"""How a thread waits for another one: while it waits, it gives up its turn.
 
 Only one thread of a run has the turn, and a thread that waits for a lock would keep the turn forever. So during a run,
 these replace Python's own ways to wait. They behave as Python's do, and everything else is built on them: events,
-conditions, queues, executors and their futures, asyncio. A rank with one thread, and threads of no rank, wait as usual.
-But a rank that sleeps, waits with a timeout, waits to lock a file, or looks for one again and again, may wait for
-another rank, and always gives its turn away.
+conditions, queues, executors and their futures, asyncio. A rank with one thread waits as usual, and so do threads of no
+rank. But a rank that sleeps, waits with a timeout, waits to lock a file, or polls for a file, may wait for another
+rank, and always gives up its turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def taking_turns() -> SimulatedRank | None:
 
 
 def of_several(is_timed: bool = False) -> SimulatedRank | None:
-    """The same, if several threads of the rank take turns, or if it waits with a timeout."""
+    """The same, if several threads of the rank take turns or `is_timed`: the rank waits with a timeout."""
     rank = taking_turns()
     if rank is None or rank.waits_as_always:
         return None
@@ -133,7 +133,7 @@ class SimpleQueue:
 
 
 def sleep(seconds: float) -> None:
-    """`time.sleep`. A rank with one thread gives its turn away too: it may wait for a file that another rank writes."""
+    """`time.sleep`. A rank with one thread also gives up its turn: it may wait for a file that another rank writes."""
     rank = taking_turns()
     if rank is None or rank.waits_as_always or seconds < 0:
         _sleep(seconds)
@@ -153,7 +153,7 @@ def join(thread: threading.Thread, timeout: float | None = None) -> None:
 
 
 def _selects(kind: Any) -> tuple[type, str, Callable[..., Any]]:
-    """`select` of a kind of selector: for files, pipes and processes."""
+    """`select` of a class of selectors: for files, pipes and processes."""
     select: Callable[..., Any] = kind.select
 
     def selected(self: Any, timeout: float | None = None) -> Any:
@@ -173,7 +173,7 @@ def _selects(kind: Any) -> tuple[type, str, Callable[..., Any]]:
 
 
 def _flock(file: Any, command: int) -> None:
-    """`fcntl.flock`, where another rank may hold the lock, or another process."""
+    """`fcntl.flock`, for a lock that another rank or process may hold."""
     rank = taking_turns()
     if rank is None or command & (fcntl.LOCK_NB | fcntl.LOCK_UN):
         _lock_file(file, command)
@@ -203,8 +203,8 @@ def _looks(home: Any, name: str) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def _begun(process: Any, *args: Any, **kwargs: Any) -> None:
-    """`subprocess.Popen(...)`: it inherits the rank's environment, which C does not know. While it runs, a rank that
-    sleeps and looks again may wait for it."""
+    """`subprocess.Popen(...)`: the child inherits the rank's environment, which C does not know. While it runs, a rank
+    that sleeps and looks again may be waiting for it."""
     rank = taking_turns()
     if rank is not None and len(args) <= _ENV and kwargs.get("env") is None:
         kwargs["env"] = dict(os.environ)
@@ -265,7 +265,7 @@ if fcntl is not None:
 
 
 def _asked(seconds: float | None = None) -> str:
-    """The call of the program that waits here, for these seconds at most, such as "Future.result"."""
+    """The program's call that waits here, for at most these seconds, such as "Future.result"."""
     frame, asked = sys._getframe(1), "threading"
     while frame is not None and not is_program(frame.f_code.co_filename):
         asked = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)

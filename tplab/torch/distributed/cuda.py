@@ -1,8 +1,8 @@
-"""Programs that say `cuda`, on the CPU: while their ranks run, every mention of it means the CPU.
+"""Programs that use `cuda`, on the CPU: while their ranks run, every mention of cuda means the CPU.
 
-A mode maps tensors, modules and devices: it sees every call of torch that a rank makes. What is no such call is
-replaced by another attribute while ranks run. Copies from one device to the other stay copies, so that a program that
-keeps its best weights with `.cpu()` still does.
+A mode maps tensors, modules and devices: it sees every call of torch that a rank makes. Attributes that are not such
+calls are replaced while ranks run. Copies from one device to another remain copies, so that a program that keeps its
+best weights with `.cpu()` still does.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from tplab.torch.ranks.simulated import SimulatedRank
 
 
 class CudaOnCpu:
-    """The CPU in place of GPUs, for the time of a run.
+    """The CPU instead of GPUs, for the duration of a run.
 
     num_gpus   how many GPUs programs find
-    lines      the lines of the program that said cuda, in the order in which they ran
+    lines      the program's lines that mention cuda, in the order in which they ran
     """
 
     def __init__(self, num_gpus: int):
@@ -65,7 +65,7 @@ class CudaOnCpu:
         self._replaced.put()
 
     def take_back(self) -> None:
-        """Restore torch. It may be called again if Ctrl-C has ended it."""
+        """Restore torch. May be called again if Ctrl-C has interrupted it."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self._replaced.take_back()
@@ -74,28 +74,28 @@ class CudaOnCpu:
                 setattr(home, name, value)
 
     def mode(self) -> TorchFunctionMode:
-        """The mode that one rank's thread must be in."""
+        """The mode for one rank's thread."""
         return CudaCalls(self.note)
 
     def note(self) -> None:
-        """Note that the program has said cuda here."""
+        """Note that the program mentions cuda here."""
         rank = this_rank()
         assert isinstance(rank, SimulatedRank)
         self.lines[rank.world.lines.here()] = None
 
     def sentence(self) -> str | None:
-        """What was mapped, in a readable sentence; None if the program did not say cuda."""
+        """What was mapped, as a sentence; None if the program did not mention cuda."""
         if not self.lines:
             return None
         first, more = list(self.lines)[:_MOST_LINES], len(self.lines) - _MOST_LINES
         at = "; ".join(first) + (f"; and {more} more lines" if more > 1 else "; and 1 more line" if more == 1 else "")
-        asked = ", and its memory was not counted: torch.cuda says 0"
+        asked = ", and its memory was not counted: torch.cuda returns 0"
         return f"cuda was mapped to the cpu at {at}{asked if self._devices.was_asked_for_memory else ''}"
 
     # --- modules of torch that the program is the first to import ------------------------------------------------
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Called by `import`. torch's modules are loaded as usual, as the notebook will have what they keep."""
+        """Called by `import`. torch's modules are loaded unchanged, because the notebook will have what they keep."""
         spec = PathFinder.find_spec(name, path) if name.startswith("torch.") else None
         if spec is None or spec.loader is None:
             return None
@@ -110,7 +110,7 @@ class CudaOnCpu:
 
     @contextmanager
     def _as_always(self) -> Iterator[None]:
-        """torch as it is without us; nothing is done inside another import, or after the run."""
+        """A context in which torch is unchanged; does nothing inside another import, or after the run."""
         if not self._replaced.is_there:
             yield
             return
@@ -122,10 +122,10 @@ class CudaOnCpu:
             self._change_imported()
             self._replaced.put()
 
-    # --- what is another attribute while ranks run ---------------------------------------------------------------
+    # --- attributes that are replaced while ranks run ------------------------------------------------------------
 
     def _change_imported(self) -> None:
-        """Change modules that take seconds to import, if a program has imported them. A change may import another."""
+        """Change modules that are slow to import, once the program has imported them. A change may import another."""
         while name := next((name for name in self._not_imported if name in sys.modules), None):
             self._not_imported.pop(name)(sys.modules[name])
 
@@ -152,7 +152,7 @@ class CudaOnCpu:
         ]
 
     def _answer(self, function: Callable[..., Any], to_torch: Any) -> Callable[..., Any]:
-        """The function for programs; torch itself still sees that there is no GPU, and does what it does on the CPU."""
+        """The function for programs; torch itself still sees no GPU, and does what it does on the CPU."""
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             if is_torchs(sys._getframe(1)):
@@ -163,7 +163,7 @@ class CudaOnCpu:
         return answer
 
     def _changed(self) -> list[Value]:
-        """The functions that take a device and that a mode does not see."""
+        """Functions with a device argument that a mode does not see."""
         changes: list[tuple[Any, str, Callable[[dict[str, Any]], bool]]] = [
             (torch.autocast, "__init__", _autocast_on_cpu),
             (torch.amp.GradScaler, "__init__", partial(_named, name="device", default="cuda")),
@@ -191,7 +191,7 @@ class CudaOnCpu:
         ]
 
     def _with(self, function: Callable[..., Any], change: Callable[[dict[str, Any]], bool]) -> Callable[..., Any]:
-        """`function`, with its arguments changed first; `change` says whether they were about cuda."""
+        """`function` with its arguments changed first; `change` says whether they mention cuda."""
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -214,14 +214,14 @@ _SETTINGS: list[tuple[Any, str]] = [
     *((torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
     (torch.backends.cuda.matmul, "allow_tf32"),
 ]
-"""Settings of GPUs, which programs make for the whole process."""
+"""GPU settings that programs change for the whole process."""
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _named(given: dict[str, Any], name: str, default: Any = None) -> bool:
-    """A kind of device, such as "cuda"."""
+    """Map a kind of device, such as "cuda"."""
     if not is_cuda(given.get(name, default)):
         return False
     given[name] = "cpu"
@@ -234,7 +234,7 @@ def _left_out(given: dict[str, Any], names: tuple[str, ...]) -> bool:
 
 
 def _autocast_on_cpu(given: dict[str, Any]) -> bool:
-    """On GPUs the type is float16 if none is given, and it stays so."""
+    """Map the device. On GPUs the default dtype is float16, and it stays so."""
     is_mapped = _named(given, "device_type")
     if is_mapped and given.get("dtype") is None:
         given["dtype"] = torch.float16
@@ -256,7 +256,7 @@ def _loaded_to_cpu(given: dict[str, Any]) -> bool:
 
 
 def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a kind of device, with the CPU in place of GPUs. Without a kind, GPUs were meant."""
+    """A function of a kind of device, with the CPU instead of GPUs. The default kind is a GPU."""
 
     @wraps(function)
     def of_cpu(device_type: Any = "cuda", *args: Any) -> Any:
@@ -266,7 +266,7 @@ def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _not_compiled(model: Any = None, **_: Any) -> Any:
-    """torch.compile, which cannot see through what is mapped: the program runs as it is."""
+    """Replaces torch.compile, which cannot see through the mapping: the program runs uncompiled."""
     return model if model is not None else lambda function: function
 
 
@@ -289,7 +289,7 @@ class _Generator(metaclass=_IsGenerator):
 
 
 def advice(error: BaseException, is_mapped: bool) -> str | None:
-    """Advice for a program that has failed because there is no GPU, or too few; None for others."""
+    """Advice for a program that has failed because there is no GPU, or too few; None for other errors."""
     way_out = 'device="cpu" (on the command line, --device cpu) runs the program on the CPU, with every mention of cuda'
     count = torch.cuda.device_count()
     if count and "invalid device ordinal" in str(error):
@@ -306,9 +306,9 @@ _ASKS = re.compile(r"\b(is_available|is_nccl_available|device_count)\(")
 
 
 def _is_for_want_of_a_gpu(error: BaseException) -> bool:
-    """Whether the error mentions GPUs, comes from torch.cuda, or from a line that asks which GPUs there are.
+    """Whether the error mentions GPUs, or comes from torch.cuda or from a line that asks which GPUs there are.
 
-    A line with another mistake may also mention cuda; that alone says nothing.
+    A line with another mistake may also mention cuda, so that alone proves nothing.
     """
     if any(word in f"{type(error).__name__} {error}".lower() for word in ("cuda", "nvidia", "gpu", "accelerator")):
         return True

@@ -1,4 +1,4 @@
-"""Calls of torch that name a GPU, for a rank whose GPU is the CPU."""
+"""Calls of torch that mention a GPU, for a rank whose GPU is the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tplab.torch.private import parse_to
 
 CPU = torch.device("cpu")
-"""What torch.device("cuda", ...) is on a rank. As an object it differs from what the program itself calls the CPU."""
+"""The result of torch.device("cuda", ...) on a rank. As an object it differs from the program's own CPU device."""
 
 
 def is_torchs(frame: FrameType) -> bool:
@@ -54,7 +54,7 @@ class CudaCalls(TorchFunctionMode):
 
 
 def _note_unless_known(note: Callable[[], None], device: Any) -> None:
-    """Note it, unless it comes from torch.device("cuda"), which was noted there."""
+    """Note the device, unless it comes from torch.device("cuda"), which has noted it."""
     if device is not CPU:
         note()
 
@@ -69,7 +69,7 @@ def _device(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> torc
 
 
 def _parse(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
-    """How Module.to reads its arguments, before it moves one tensor after another."""
+    """How Module.to parses its arguments, before it moves one tensor after another."""
     device = args[0] if args else kwargs.get("device")
     if not is_cuda(device):
         return func(*args, **kwargs)
@@ -110,10 +110,10 @@ def _cpu(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Tensor:
 def _is_moved(x: Tensor, to_cuda: bool) -> bool:
     """Whether `x` would move to another device, and so to other memory.
 
-    It may already be where it should go: then a copy costs memory, and changes nothing else. A parameter must keep its
-    identity, so it is not copied to where it most likely is. torch's own code is careful about sharing memory.
+    It may already be on that device: then a copy only costs memory. A parameter must keep its identity, so it is not
+    copied to the device where it most likely is. torch's own code is careful about sharing memory.
     """
-    frame = sys._getframe(3)  # the program called a tensor's method, torch called the mode, and the mode called us
+    frame = sys._getframe(3)  # the program called a tensor's method, which called the mode, which called this
     is_parameter = to_cuda and x.is_leaf and x.requires_grad
     return not is_parameter and not is_torchs(frame)
 

@@ -1,4 +1,4 @@
-"""What torch.cuda and torch.accelerator return to ranks whose GPU is the CPU."""
+"""What torch.cuda and torch.accelerator return on ranks whose GPU is the CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tplab.torch.watching.live_bytes import LiveBytes
 
 
 class Devices:
-    """The GPUs of a node, each of which is the CPU; there are as many as ranks, unless the run says another number.
+    """The GPUs of a node, each of which is the CPU; as many as ranks, unless the run gives another number.
 
-    was_asked_for_memory   whether a program has asked how much memory it uses while memory was not counted
+    was_asked_for_memory   whether a program has asked for its memory use while memory was not counted
     """
 
     def __init__(self, num_gpus: int, cpu: torch.device):
@@ -71,7 +71,7 @@ class Devices:
         ]
 
     def _set(self, device: Any) -> None:
-        """torch.cuda.set_device: a number, or a device; devices were mapped, and stand for the rank's own."""
+        """torch.cuda.set_device: a number, or a device; devices are mapped, and mean the rank's own."""
         rank = this_rank().rank
         index = device if isinstance(device, int) else rank % self.num_gpus
         if index >= self.num_gpus:
@@ -85,7 +85,7 @@ class Devices:
         return self._current.get(this_rank().rank, 0)
 
     def _bytes(self) -> LiveBytes:
-        """What counts the bytes of this rank's tensors; if nothing does, a counter that has seen none."""
+        """The counter of this rank's tensor bytes; if there is none, a counter that has seen no tensors."""
         live = listening(LiveBytes)
         self.was_asked_for_memory |= live is None
         return live or LiveBytes()
@@ -106,8 +106,8 @@ class Devices:
         )
 
 
-_NAME = "the CPU in place of a GPU"
-_CAPABILITY = (8, 0)  # the first with bfloat16, which the CPU has too
+_NAME = "the CPU instead of a GPU"
+_CAPABILITY = (8, 0)  # the first with bfloat16, which the CPU also has
 _MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
 _NOTHING = (
     "init",
@@ -136,7 +136,7 @@ _TENSORS = (
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """There is nothing to do."""
+    """Do nothing."""
 
 
 class _Context(ContextDecorator, nullcontext[None]):
@@ -158,7 +158,7 @@ def _simulated() -> SimulatedRank:
 
 
 class Stream:
-    """A queue of operations. On the CPU they all run in order, so there is never anything to wait for."""
+    """A queue of operations. On the CPU all operations run in order, so there is never anything to wait for."""
 
     device_type, stream_id, cuda_stream = 1, 0, 0
 
@@ -179,11 +179,11 @@ class Stream:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """There is no other stream to go back to."""
+        """There is no other stream to return to."""
 
 
 class Event:
-    """A moment: on the rank's modelled clock if the run has a cluster, otherwise on this machine's clock."""
+    """A moment: on the rank's modelled clock if the run has a cluster, otherwise on this machine's."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any):
         self._seconds = 0.0

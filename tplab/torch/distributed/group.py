@@ -1,7 +1,7 @@
 """A process group of torch.distributed whose members are simulated ranks.
 
-torch.distributed calls the methods of `Asked` by name. Each one arrives here with its tensors, which go to the running
-rank, as with tplab's own collectives; the result is written into the tensors that the program gave.
+torch.distributed calls the methods of `Asked` by name. Each of them passes its tensors to the running rank, as tplab's
+own collectives do, and writes the result into the tensors that the program gave.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tplab.torch.ranks.simulated import SimulatedRank
 class Group(Asked, dist.ProcessGroup):
     """Some ranks of a run, as a process group. A rank's number in it is its position in `ranks`.
 
-    unfinished   what was started but not yet waited for, the oldest first
+    unfinished   what was started but not yet waited for, oldest first
     """
 
     def __init__(self, member: SimulatedRank, ranks: Sequence[int], name: str, label: str, backend: str, store: Any):
@@ -40,7 +40,7 @@ class Group(Asked, dist.ProcessGroup):
         self.unfinished: deque[Started] = deque()
         self.num_monitored = 0
 
-    # --- what torch.distributed asks of a group ------------------------------------------------------------------
+    # --- what torch.distributed needs of a group -----------------------------------------------------------------
 
     @property
     def group_name(self) -> str:
@@ -91,7 +91,7 @@ class Group(Asked, dist.ProcessGroup):
         """Nothing to do: calls are counted anyway."""
 
     def _start_coalescing(self, device: Any) -> None:
-        """Everything started between this and `_end_coalescing` is waited for as one."""
+        """Let everything started before `_end_coalescing` be waited for as one."""
         self._num_before = len(self.unfinished)
 
     def _end_coalescing(self, device: Any) -> Work:
@@ -119,7 +119,7 @@ class Group(Asked, dist.ProcessGroup):
         super().monitored_barrier()
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which differ in dim 0 only."""
+        """The tensors of all ranks, which may differ only in dim 0."""
         sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(self.size())]
         self.allgather([sizes], [torch.tensor([len(x)], device=x.device)]).wait()
         found = [x.new_empty(int(size), *x.shape[1:]) for size in sizes]
@@ -129,7 +129,8 @@ class Group(Asked, dist.ProcessGroup):
     # --- messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> Work:
-        """`dist.send` waits for this at once: until the receiver has said that it will take the message."""
+        """Start a message. `dist.send` waits for it at once, until the receiver has said that it will take the
+        message."""
         x = self._to_pass_on("send", tensors)
         call = self._message("send", target, tag)
         return Started(self.member, self._begun(call, _dense(x)), x, None, [x])
@@ -145,20 +146,20 @@ class Group(Asked, dist.ProcessGroup):
         return AnyMessage(self, self._to_pass_on("recv", tensors), tag)
 
     def _to_pass_on(self, op: str, tensors: Any) -> Tensor:
-        """The tensor of a message. gloo refuses it if it is not contiguous; nccl takes its memory."""
+        """The tensor of a message. If it is not contiguous, gloo refuses it and nccl sends its memory."""
         (x,) = several(tensors)
         if "nccl" in self.backend:
             return in_memory(op, x, elementwise=True)
         check_contiguous(op, x)
         return x
 
-    # --- how ----------------------------------------------------------------------------------------------------
+    # --- running -------------------------------------------------------------------------------------------------
 
     def _run(self, call: Call, put: Put, opts: Any, into: Sequence[Tensor], is_taker: bool = True) -> Work:
         return self._carry(call, put, opts, lambda y: self._deal(call.op, into, y) if is_taker else None, into)
 
     def _carry(self, call: Call, put: Put, opts: Any, take: Callable[[Tensor], None], into: Sequence[Tensor]) -> Work:
-        """Run the collective, or start it if the program will wait for it itself. `take` writes into `into`."""
+        """Run the collective, or start it if the program will wait for it. `take` writes the result into `into`."""
         x = _dense(put) if isinstance(put, Tensor) else _joined(put)
         if call.reduction == "sum" and (factor := factor_of(opts)) is not None:
             with no_dispatch():
@@ -167,7 +168,7 @@ class Group(Asked, dist.ProcessGroup):
             return Started(self.member, self._begun(call, x), x, take, into, queue=self.unfinished)
         with on_one_stream(self.member, x):
             result = self.member.here().do(call, x, is_lent=True)
-            while self.unfinished:  # everything started before this is done too
+            while self.unfinished:  # everything started earlier is done too
                 self.unfinished[0].wait()
             with no_dispatch():
                 take(result)
@@ -216,7 +217,7 @@ class AnyMessage(Work):
 
 
 class _Backend:
-    """What torch reads from a backend that it does not know."""
+    """What torch reads of a backend that it does not know."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
     options = None
@@ -233,6 +234,6 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces, concatenated; this is no operation of the program."""
+    """The pieces, concatenated; this is not an operation of the program."""
     with no_dispatch():
         return torch.cat([flat(piece) for piece in pieces]) if len(pieces) > 1 else own(flat(pieces[0]))

@@ -1,4 +1,4 @@
-"""What torch.distributed knows about one rank's process groups, and how it makes them."""
+"""torch.distributed's tables of one rank's process groups, and how groups are made."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SPLIT = inspect.signature(dist.split_group)
 
 
 class Groups:
-    """The process groups of one rank: what torch.distributed otherwise keeps once per process, by the same names.
+    """The process groups of one rank: what torch.distributed otherwise keeps once per process, under the same names.
 
     Groups are made as torch makes them, up to the point where it would open connections. is_joined: whether the program
-    finds torch.distributed initialised before it calls init_process_group. dims: is told about every group.
+    finds torch.distributed initialised before it calls init_process_group. dims: gets every group.
     """
 
     def __init__(self, member: SimulatedRank, shared: Shared, is_joined: bool, dims: Dims):
@@ -57,20 +57,20 @@ class Groups:
     pg_config_info = c10d._World.pg_config_info
 
     def register(self) -> None:
-        """Let torch's C++ code find all groups by name, in the thread that runs."""
+        """Let torch's C++ code find all groups by name, in the running thread."""
         known: dict[Any, str] = vars(self._registered).setdefault("groups", {})
         if known == self.pg_names:
             return
-        for group in known.keys() - self.pg_names.keys():  # destroyed, and its name may be another group's now
+        for group in known.keys() - self.pg_names.keys():  # destroyed, and another group may have its name now
             c10d_C._unregister_process_group(known.pop(group))
         for group in self.pg_names.keys() - known.keys():
             known[group] = self.pg_names[group]
             c10d_C._register_process_group(known[group], group)
 
-    # --- what the program calls, by way of torch ------------------------------------------------------------------
+    # --- what the program calls through torch ---------------------------------------------------------------------
 
     def init_process_group(self, *args: Any, **kwargs: Any) -> None:
-        """`torch.distributed.init_process_group`: the ranks of the run are the group, whatever the backend."""
+        """`torch.distributed.init_process_group`: the ranks of the run form the group, whatever the backend."""
         given = _INIT.bind(*args, **kwargs).arguments
         if self.default_pg is not None and not self._is_implicit:
             raise ValueError("trying to initialize the default process group twice!")  # torch's words
@@ -123,7 +123,7 @@ class Groups:
         group_desc: Any = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        """Replaces torch's `_new_process_group_helper`: the group, and its store."""
+        """Replaces torch's `_new_process_group_helper`. Returns the group and its store."""
         self._meet(str(group_name), list(global_ranks_in_group), str(backend))
         if pg_tag not in (None, ""):
             existing = c10d._find_pg_by_ranks_and_tag(pg_tag, list(global_ranks_in_group))
@@ -135,8 +135,9 @@ class Groups:
         return group, group.store
 
     def _meet(self, name: str, ranks: list[int], backend: str) -> None:
-        """Compare this group with what other ranks make under the name: torch joins those. gloo connects its members
-        at once, so they wait for each other. A name is a number, but for groups that only their members make."""
+        """Compare this group with the groups that other ranks make under the name, which torch joins. gloo connects a
+        group's members at once, so they wait for each other. Names are numbers, but for groups that only members
+        make."""
         member = self.member.here()
         where = member.world.lines.here()
         made = self.shared.groups.setdefault((self._num_inits, name), Made(member.rank, ranks, where, set()))
@@ -145,7 +146,7 @@ class Groups:
             said = "\n".join(f"  rank {rank}: new_group({its}) at {line}" for rank, its, line in sorted(sides))
             error = CollectiveMismatchError(
                 f"new_group number {name} is not the same on all ranks:\n{said}\nevery rank must make every group, in "
-                "the same order, also those that it is not in, unless all say use_local_synchronization=True"
+                "the same order, also those that it is not in, unless all pass use_local_synchronization=True"
             )
             member.seat.turns.fail(error)
             raise error
@@ -153,7 +154,7 @@ class Groups:
         if member.rank in ranks and "gloo" in backend:
             if made.came.issuperset(ranks):
                 member.look()
-                member.give_way()  # ranks go on in the order in which they came
+                member.give_way()  # ranks continue in the order in which they came
             else:
                 member.wait_until(lambda: made.came.issuperset(ranks), f"new_group({ranks})")
 
@@ -180,8 +181,8 @@ class Groups:
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
-# Programs have `init_process_group` under many names, imported before a run begins. So the functions stay the same
-# objects, and during a run their code is this, in which `_world` is torch's own name for what Groups replaces.
+# Programs import `init_process_group` under many names before a run begins. So the functions remain the same objects,
+# and during a run they have the code below, in which `_world` is torch's own name for what Groups replaces.
 
 
 def _init(*args, **kwargs):  # type: ignore
@@ -197,7 +198,7 @@ def _new(*args, **kwargs):  # type: ignore
 
 
 def _resolve(name: str) -> Any:
-    """The group of this name, also in a thread that a rank has started, which torch's own table does not know."""
+    """The group of this name, also in a thread that a rank has started, which torch's own table does not cover."""
     for group, its_name in c10d._world.pg_names.items():
         if its_name == name:
             return group
@@ -205,7 +206,7 @@ def _resolve(name: str) -> Any:
 
 
 class Hooks:
-    """torch.distributed as simulated ranks need it, for the time of a run."""
+    """torch.distributed as simulated ranks need it, for the duration of a run."""
 
     def __init__(self) -> None:
         from torch.distributed import c10d_logger, device_mesh
@@ -253,7 +254,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 
 
 class _Spawned:
-    """What `spawn(..., join=False)` returns: here, everything is already done."""
+    """What `spawn(..., join=False)` returns: everything is already done."""
 
     processes: Sequence[Any] = ()
 
@@ -264,7 +265,7 @@ class _Spawned:
 def _spawned(
     fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
 ) -> _Spawned | None:
-    """`torch.multiprocessing.spawn`: every rank has called it, so each one runs `fn` as the process of its number."""
+    """`torch.multiprocessing.spawn`: every rank has called it, so each runs `fn` as the process with its own number."""
     member = c10d._world.member  # type: ignore[attr-defined]
     if nprocs != member.mesh.size:
         raise MeshError(
@@ -292,7 +293,7 @@ class Dims:
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._groups: dict[tuple[str, tuple[int, ...]], str] = {}  # its name, its ranks -> its label
+        self._groups: dict[tuple[str, tuple[int, ...]], str] = {}  # (name, ranks) -> label
 
     def label(self, about: str, ranks: Sequence[int]) -> str:
         """A group's name in the trace; `about` is its name in the program."""
@@ -304,7 +305,7 @@ class Dims:
         return self._groups[key]
 
     def named(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The program's own mesh, and each label's meaning on it; None if it has none, or the run's mesh has names."""
+        """The program's own mesh, and each label's meaning on it; None if it has none or the run's mesh has names."""
         own = mesh_of_dims(self._groups, self._mesh.size) if self._mesh.axis_names == ("world",) else None
         if own is None:
             return None

@@ -1,4 +1,4 @@
-"""What a rank's program learns of its process, how it ends it, and its signals: each would be a process of its own."""
+"""A rank's process from its program's view: its number, its end and its signals, as in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _logging_data: Any = torch.nn.parallel.DistributedDataParallel._get_ddp_logging_
 
 
 def getpid() -> int:
-    """`os.getpid`: where the program itself asks, or torch's profiler for the name of a file, a number for each rank.
-    Libraries that ask, to notice a fork, get the process's own."""
+    """`os.getpid`: each rank's own number if the program asks, or torch's profiler for a file name. Libraries that
+    check for a fork get the process's own."""
     asks = sys._getframe(1).f_code.co_filename
     if not (is_program(asks) or asks.startswith(_PROFILER)) or (rank := taking_turns()) is None:
         return _getpid()
@@ -33,14 +33,13 @@ def getpid() -> int:
 
 
 def number_of(rank: SimulatedRank) -> int:
-    """The number that the rank has for its process: that of its thread. So it belongs to no other process, and a signal
-    to it reaches this one."""
+    """The rank's process number: that of its thread. No other process has it, and a signal to it reaches this one."""
     thread = rank.home.seat.thread
     return (thread and thread.native_id) or _getpid()
 
 
 def end(code: int) -> NoReturn:
-    """`os._exit`: ends the rank, and as under torchrun all others, unless all is well. The process goes on: in a
+    """`os._exit`: ends the rank and, as under torchrun, all others, unless all is well. The process continues: in a
     notebook, it is the kernel."""
     if (rank := taking_turns()) is None:
         _end(code)
@@ -52,7 +51,7 @@ def end(code: int) -> NoReturn:
 
 
 def logging_data(model: Any) -> dict[str, Any]:
-    """`DistributedDataParallel._get_ddp_logging_data`: with the backend that the program asked for, and the rank's own
+    """`DistributedDataParallel._get_ddp_logging_data`, with the backend that the program asked for, and the rank's own
     environment, which torch's C++ code does not see."""
     found = _logging_data(model)
     name = getattr(model.process_group, "backend", None)
@@ -77,8 +76,8 @@ IDENTITY: list[Value] = [
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
-# Python lets only the first thread of a process have handlers, and a signal without one ends the process, the notebook
-# with it. Signals from outside reach the process as always.
+# Python lets only the first thread of a process have handlers, and a signal without one ends the process, including the
+# notebook. Signals from outside reach the process as usual.
 
 
 _signal, _getsignal, _raise, _kill = signal.signal, signal.getsignal, signal.raise_signal, os.kill
@@ -87,7 +86,7 @@ _ENDS_NOTHING = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGSTOP", "SIGTSTP
 
 
 class Signals:
-    """The handlers of all ranks of a run: what is to be replaced for its time, and by what."""
+    """The signal handlers of all ranks of a run, and the replacements for its duration."""
 
     def __init__(self) -> None:
         self._handlers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
@@ -129,7 +128,7 @@ class Signals:
             self._reaches(rank, number)
 
     def _reaches(self, rank: SimulatedRank, number: int) -> None:
-        """A rank gets a signal: from itself."""
+        """Deliver a signal that a rank sends to itself."""
         handler, name = self._get(number), signal.Signals(number).name
         if callable(handler):
             handler(number, sys._getframe(2))
@@ -140,7 +139,7 @@ class Signals:
 
 
 class _Never:
-    """`signal.alarm` or `setitimer`. A rank spends most of the time waiting for its turn, so no alarm goes off."""
+    """`signal.alarm` or `setitimer`. A rank spends most of its time waiting for its turn, so no alarm goes off."""
 
     def __init__(self, own: Any, result: Any):
         self._own, self._result = own, result

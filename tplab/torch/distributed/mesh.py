@@ -1,4 +1,4 @@
-"""The mesh of a run, in the form of torch.distributed."""
+"""The mesh of a run as a DeviceMesh of torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def device_mesh(device_type: str | None = None) -> DeviceMesh:
     """The mesh of this run as a `DeviceMesh` whose dims have the names of the axes, for FSDP2, DTensor and the like.
 
-    device_type   by default that of the run: "cuda" in run(..., device="cuda"), elsewhere "cpu", also for tensors
-                  without numbers. FSDP2 moves parameters there
+    device_type   by default the run's: "cuda" in run(..., device="cuda"), otherwise "cpu", even for meta. FSDP2 moves
+                  parameters there
 
-    Every rank must call it, as DeviceMesh makes the process groups of all dims. Another call returns the same mesh.
+    Every rank must call it, because DeviceMesh makes all dims' process groups. Another call returns the same mesh.
     Raises OutsideRunError outside `run(..., distributed=True)`.
     """
     from torch.distributed import device_mesh as home

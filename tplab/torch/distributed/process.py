@@ -1,4 +1,4 @@
-"""What Python and torch.distributed have once per process, but each rank of a distributed program has for itself."""
+"""What Python and torch.distributed have once per process, but every rank of a distributed program needs for itself."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Process:
     """What one rank, or the notebook, keeps of its process while it does not have the turn.
 
     world     torch.distributed's process groups
-    environ   environment variables, in the form in which os.environ holds them
+    environ   environment variables, as os.environ stores them
     argv      sys.argv
     modules   the user's modules that it has imported
     numpys    NumPy's default generator; `pythons`: the state of Python's
-    locks     those of the modules that it is importing now
-    tracker   DTensor's generator; `handlers`: how it handles operations, which loss_parallel changes for a while
+    locks     of the modules that it is importing now
+    tracker   DTensor's generator; `handlers`: its operation handlers, which loss_parallel changes temporarily
     states    what classes of Hugging Face's accelerate, and of torch's FSDP, keep of a process
     attention what torch's context_parallel has replaced it with
     hooks     those for all modules; each rank begins with the notebook's
@@ -68,7 +68,7 @@ class Process:
         self.hooks = {name: copy(hooks) for name, hooks in module_hooks().items()}
 
     def take_of_libraries(self) -> None:
-        """Note what DTensor, accelerate and context_parallel have now."""
+        """Note the current state of DTensor, accelerate and context_parallel."""
         if (home := rng_tracker_home()) is not None:
             self.tracker = home._rng_tracker
         if (dispatcher := dtensor_dispatcher()) is not None:
@@ -78,15 +78,15 @@ class Process:
 
 
 class Processes:
-    """The processes that the ranks of one run seem to be; in between, the notebook's own.
+    """The processes that the ranks of one run appear to be; in between, the notebook's own.
 
     mesh          the ranks
     is_joined     whether programs find torch.distributed initialised
-    argv          what programs find in sys.argv; None: the notebook's
+    argv          the sys.argv of programs; None: the notebook's
     is_fresh      whether each rank imports the user's modules again, even those that the notebook has imported
     per_node      how many ranks share a node, for LOCAL_RANK
     num_gpus      how many GPUs programs find if cuda is mapped to the CPU; None: one for each rank of the node
-    prints_live   whether what ranks print appears at once, and not rank by rank at the end
+    prints_live   whether ranks' output appears at once, not rank by rank at the end
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Processes:
     # --- cuda ----------------------------------------------------------------------------------------------------
 
     def map_cuda(self) -> None:
-        """From the beginning of the run, every mention of cuda in the program means the CPU."""
+        """From the beginning of the run, map every mention of cuda in the program to the CPU."""
         self._cuda = CudaOnCpu(self._num_gpus)
         self._kernels.note = self._cuda.note
 
     @property
     def mapped(self) -> str | None:
-        """What was mapped, in a sentence; None if nothing was."""
+        """What was mapped, as a sentence; None if nothing was."""
         return None if self._cuda is None else self._cuda.sentence()
 
     def advice(self, error: BaseException) -> str | None:
@@ -134,7 +134,7 @@ class Processes:
         return advice(error, is_mapped=self._cuda is not None)
 
     def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The mesh that the program has made, if the run's has no names, and what groups' labels mean on it."""
+        """The mesh that the program has made, if the run's has no names, and the meaning of groups' labels on it."""
         return self._dims.named()
 
     # --- swapping ------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Processes:
         if active is None:
             active = self._kernel = self._notebook()
             self._settings.take(active)
-            if not self.ranks:  # we come here again if the run lets another one go on for a while
+            if not self.ranks:  # this runs again after the run has let another one continue for a while
                 self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
             return active
         active.argv, active.pythons = sys.argv, python_random.get()
@@ -185,7 +185,7 @@ class Processes:
         self.active = None if is_notebook else process
 
     def _enter(self) -> None:
-        """From the notebook to the ranks."""
+        """Switch from the notebook to the ranks."""
         assert self._kernel is not None
         self._hooks.put()
         self._kernels.enter()
@@ -199,7 +199,7 @@ class Processes:
                 sys.modules.pop(name, None)
 
     def _leave(self) -> None:
-        """From the ranks to the notebook."""
+        """Switch from the ranks to the notebook."""
         assert self._kernel is not None
         if self._cuda is not None:
             self._cuda.take_back()
@@ -207,15 +207,15 @@ class Processes:
         self._hooks.take_back()
         self._kernels.leave()
         self._settings.leave()
-        if self._finder in sys.meta_path:  # Ctrl-C may have interrupted this before
+        if self._finder in sys.meta_path:  # Ctrl-C may have interrupted an earlier call
             sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ
-        for process in self.ranks:  # Python tells C about each change, and C forgets whose it was
+        for process in self.ranks:  # Python reports each change to C, where changes of all ranks remain
             for key in process.environ.keys() | notebooks.keys():
                 if process.environ.get(key) != notebooks.get(key):
                     os.putenv(key, notebooks[key]) if key in notebooks else os.unsetenv(key)
 
-    # --- what each has -------------------------------------------------------------------------------------------
+    # --- initial states ------------------------------------------------------------------------------------------
 
     def _notebook(self) -> Process:
         numpys = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ class Processes:
         return process
 
     def _variables(self, rank: int) -> Mapping[str, str]:
-        """What torchrun sets in the environment."""
+        """The environment variables that torchrun sets."""
         size, local = self.mesh.size, self.per_node
         node = rank // local
         return {
@@ -255,9 +255,9 @@ class Processes:
 
     @contextmanager
     def inside(self, member: SimulatedRank) -> Iterator[None]:
-        """Around the program of one rank, in its thread."""
+        """A context around the program of one rank, in its thread."""
         process = self.ranks[member.rank]
-        vars(current_thread())["_daemonic"] = False  # the threads it starts are no daemons either, unless it says so
+        vars(current_thread())["_daemonic"] = False  # threads that it starts are no daemons either, by default
         c10d._world = process.world = Groups(member, self._shared, self.is_joined, self._dims)
         try:
             with nullcontext() if self._cuda is None else self._cuda.mode():
@@ -272,7 +272,7 @@ class Processes:
 
     @contextmanager
     def _beside(self, member: SimulatedRank) -> Iterator[None]:
-        """Around a thread that the program of a rank has started, in that thread."""
+        """A context around a thread that the program of a rank has started, in that thread."""
         groups: Groups = self.ranks[member.rank].world
         for seat in (member.seat, member.seat.home):
             seat.begins = groups.register
@@ -289,12 +289,12 @@ _READS_THE_WORLD = {
     "torch.distributed.optim.zero_redundancy_optimizer",
     "torch.distributed.fsdp.sharded_grad_scaler",
 }
-"""Modules of torch whose functions have the default group of the moment of their import as a default argument."""
+"""torch modules with functions that have the default group at the time of import as a default argument."""
 
 
 class _Worldless(SourceFileLoader):
-    """Loads such a module as if before init_process_group. It exists once for all ranks and all runs, so it must not
-    keep the group of the rank that happens to import it; no group means the caller's default group."""
+    """Loads such a module as if before init_process_group. It exists once for all ranks and runs, so it must not keep
+    the group of the rank that happens to import it; no group means the caller's default group."""
 
     def exec_module(self, module: ModuleType) -> None:
         world, c10d._world = c10d._world, c10d._World()
@@ -305,7 +305,7 @@ class _Worldless(SourceFileLoader):
 
 
 class _Finder:
-    """Notes which of the user's modules a rank imports. They are found as usual."""
+    """Notes which of the user's modules a rank imports. The modules are found as usual."""
 
     def __init__(self, processes: Processes):
         self._processes = processes
@@ -324,8 +324,8 @@ class _Finder:
 
 
 def _is_users(spec: ModuleSpec | None, folders: Sequence[str]) -> bool:
-    """Whether a module is the user's: Python source that is not installed. Outside of the program's `folders`, a
-    package with compiled parts is taken for an installed one wherever it is."""
+    """Whether a module is the user's: Python source that is not installed. Outside the program's `folders`, a package
+    with compiled parts counts as installed wherever it is."""
     if spec is None:
         return False
     if spec.origin is None:  # a folder without __init__.py

@@ -1,8 +1,8 @@
 """torch.profiler on simulated ranks: each rank's own profile.
 
-torch's profiler exists once per process, and two ranks that use it at once crash the process. But its older recorder
-of events is a thread's own. So on ranks, `torch.profiler` and `torch.autograd.profiler` get their events from that one,
-and everything that they make of them (tables, averages, schedules, stacks) is torch's code as it is.
+torch's profiler exists once per process, and two ranks that use it at once crash the process. But its older event
+recorder belongs to a thread. So on ranks, `torch.profiler` and `torch.autograd.profiler` get their events from that
+recorder, and everything built on them (tables, averages, schedules, stacks) is torch's own code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tplab.torch.private import DispatchMode, KinetoEvent, ThreadProfiler, dispa
 
 
 class Results:
-    """One rank's profile, in place of torch's own object for what was recorded."""
+    """One rank's profile, in the form of torch's own object for what was recorded."""
 
     def __init__(self, events: Sequence[Profiled], start_ns: int, metadata: dict[str, Any], rank: int, number: int):
         self._events, self._start_ns, self._metadata = events, start_ns, metadata
@@ -44,7 +44,7 @@ class Results:
         return self._start_ns
 
     def save(self, path: str) -> None:
-        """Write what chrome://tracing and ui.perfetto.dev show; all ranks have the same clock."""
+        """Write a file for chrome://tracing and ui.perfetto.dev; all ranks have the same clock."""
         base = self._start_ns - self._start_ns % 10**15
         rows = dict(enumerate(dict.fromkeys(_row(event) for event in self._events)))
         numbers = {row: number for number, row in rows.items()}
@@ -73,11 +73,11 @@ class Results:
 
 
 class _Recording:
-    """What one thread of a rank records now.
+    """What one thread of a rank is recording.
 
     notes     the collectives that it has called
-    is_inside whether it is in the call of one, which may be made of several
-    silences  when tplab worked on them: its operations are not the program's
+    is_inside whether it is inside the call of a collective, which may consist of several
+    silences  when tplab worked on collectives: those operations are not the program's
     metadata  what the program adds to the profile
     """
 
@@ -89,7 +89,7 @@ class _Recording:
         self.metadata: dict[str, Any] = {}
 
     def noting(self, note: Profiled, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, until whose return a collective lasts."""
+        """The method; the collective of `note` lasts until it returns."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             start = time.time_ns()
@@ -105,7 +105,7 @@ class _Recording:
 
 
 class Profiling:
-    """torch's profiler as simulated ranks need it, for the time of a run: what is to be replaced, and by what."""
+    """torch's profiler as simulated ranks need it, for the duration of a run: the replacements."""
 
     def __init__(self) -> None:
         self._recordings: dict[int, _Recording] = {}
@@ -156,7 +156,7 @@ class Profiling:
         return Results([*events, *recording.notes], start_ns, recording.metadata, recording.rank, recording.number)
 
     def _has_stopped(self) -> None:
-        """torch's own sign that someone profiles stays up as long as a rank does."""
+        """Keep torch's own sign of a running profiler while any rank profiles."""
         if not self._recordings:
             self._stopped()
 
@@ -170,7 +170,7 @@ class Profiling:
     # --- collectives ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """From now on, every call of a process group is noted if its thread records."""
+        """From here on, note every call of a process group in a thread that records."""
         noted = {name: (method, about) for name, (method, about) in methods_of(Group).items() if about.title}
         self._watched = Replaced((Group, name, self._noting(about, method)) for name, (method, about) in noted.items())
         self._watched.put()
@@ -213,7 +213,7 @@ def _shapes(inputs: Any) -> list[list[int]]:
 
 
 def _row(event: Profiled) -> str:
-    """The row of an event in a picture."""
+    """The row of an event in the picture."""
     return "collectives" if event.values["is_async"] else f"thread {event.values['start_thread_id']}"
 
 
@@ -249,7 +249,7 @@ USER_SCOPE = 7
 
 
 class Profiled:
-    """What happened, by the names under which torch asks for it: each value is a method."""
+    """An event with the methods by which torch reads it: one for each value."""
 
     def __init__(self, name: str, thread: int, start_ns: int, end_ns: int, **values: Any):
         self.values: dict[str, Any] = {**_NOTHING, **values, "name": name, "start_ns": start_ns, "end_ns": end_ns}
@@ -258,7 +258,7 @@ class Profiled:
     def __getattr__(self, name: str) -> Callable[[], Any]:
         if name not in self.values and not hasattr(KinetoEvent, name):
             raise AttributeError(name)
-        value = self.values.get(name)  # None: a later torch asks for what was not recorded
+        value = self.values.get(name)  # None: a later torch asks for a value that was not recorded
         return lambda: value
 
     def duration_ns(self) -> int:
@@ -266,23 +266,23 @@ class Profiled:
 
 
 def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list[Profiled]:
-    """What a thread has recorded, in the order of the beginnings, the recording itself first. What began during
-    `silences`, or has not ended, is left out.
+    """What a thread has recorded, in the order of beginnings, the recording itself first. Leaves out what began during
+    `silences`, or has not ended.
 
     torch rounds times to 256 ns, so several records may have the same. Here each is at least 1 ns after the one before:
-    otherwise torch would take an operation for a part of its neighbour, and drop it if both have one name.
+    otherwise torch would take an operation for a part of its neighbour, and drop it if both have the same name.
     """
     found: list[Profiled] = []
     began: dict[int, Profiled] = {}
     silent: list[tuple[int, int]] = []
-    for start, end in sorted(silences):  # some are inside others
+    for start, end in sorted(silences):  # some contain others
         if not silent or start > silent[-1][1]:
             silent.append((start, end))
         else:
             silent[-1] = silent[-1][0], max(silent[-1][1], end)
     at, num_modes = 0, sum(isinstance(mode, DispatchMode) for mode in dispatch_modes())
     parents: dict[int, Profiled | None] = {}
-    inside: list[Profiled] = []  # those that have begun and not ended, the innermost last
+    inside: list[Profiled] = []  # begun and not ended, innermost last
     for record in records:
         kind, at = record.kind(), max(at + 1, int(record.start_us() * 1000))
         if kind == "pop":
@@ -308,11 +308,11 @@ def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> li
 
 
 def _of_modes(events: Sequence[Profiled], parents: Mapping[int, Profiled | None], num_modes: int) -> Iterator[int]:
-    """The identities of what is there only because tplab's own dispatch modes, `num_modes` of them, count memory.
+    """The ids of the events that exist only because tplab's own dispatch modes, `num_modes` of them, count memory.
 
     An operation reaches each mode in an event of its own, in which it is called again: mm, the mode, mm. It reaches
-    tplab's modes, the outermost, last. Besides, where autograd keeps a result, torch asks the modes for a copy of it
-    that is detached.
+    tplab's modes, the outermost, last. Besides, where autograd keeps a result, torch asks the modes for a detached
+    copy.
     """
     again: dict[int, Profiled] = {}  # a mode's event -> the operation in it
     modes_in: dict[int, Profiled] = {}  # an operation -> the mode's event in it
@@ -326,7 +326,7 @@ def _of_modes(events: Sequence[Profiled], parents: Mapping[int, Profiled | None]
             if called is not None and event.values["name"] == called.values["name"]:
                 again.setdefault(id(parent), event)
     copies = set[int]()
-    below: dict[int, bool] = {}  # whether an event is inside the last of the modes
+    below: dict[int, bool] = {}  # whether an event is inside the last mode
     for event in events:
         name, parent = event.values["name"], parents.get(id(event))
         below[id(event)] = parent is not None and below[id(parent)]

@@ -1,4 +1,4 @@
-"""Collectives that few programs use, made of others: of sparse tensors, and a barrier that says who did not come."""
+"""Collectives that few programs use, built from others: of sparse tensors, and a barrier that names missing ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tplab.torch.distributed.replaced import Value
 from tplab.torch.private import c10d_C, no_dispatch
 
 _DEFAULT_SECONDS = 1800.0
-"""Half an hour, which torch waits if the program does not say for how long."""
+"""torch's own timeout of half an hour."""
 
 
 def all_reduce_sparse(x: Tensor, opts: Any, gather: Callable[[Tensor], list[Tensor]]) -> None:
-    """Sum sparse tensors as gloo does: every rank gets the indices and values of all, and adds them up.
+    """Add up sparse tensors as gloo does: every rank gets the indices and values of all ranks, and adds them up.
 
-    gather   this rank's tensor -> those of all ranks, which differ in dim 0 only
-    Raises TypeError for what gloo has no sum of.
+    gather   this rank's tensor -> those of all ranks, which differ only in dim 0
+    Raises TypeError for tensors and reductions that gloo does not support.
     """
     op = getattr(opts, "reduceOp", ReduceOp.SUM)
     if x.layout is not torch.sparse_coo or getattr(op, "op", op) != ReduceOp.SUM:
@@ -39,8 +39,8 @@ def all_reduce_sparse(x: Tensor, opts: Any, gather: Callable[[Tensor], list[Tens
 
 
 def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ranks: bool) -> bool:
-    """Wait until all ranks have come; False if the program lets torch wait as long as it wants to. If they cannot all
-    come in time, rank 0 says who is missing. No rank waits for the time itself, where nothing can change any more.
+    """Wait until all ranks have arrived; returns False if the program sets no timeout of its own. If they cannot all
+    arrive in time, rank 0 names the missing ones. No rank waits for the timeout itself if nothing can change any more.
 
     Raises RuntimeError in torch's words.
     """
@@ -76,7 +76,7 @@ _FAILED = "failed"
 
 
 def all_gather_into(x: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
-    """`torch.ops._c10d_functional.all_gather_into_tensor_out`, which torch's C++ code would take past the group's
+    """`torch.ops._c10d_functional.all_gather_into_tensor_out`, which torch's C++ code would run without the group's
     methods. The result is there when `wait_tensor` returns."""
     group: Any = c10d_C._resolve_process_group(group_name)
     c10d_C._register_work(out, group.all_gather_single(out, x))
@@ -88,7 +88,7 @@ _gather_into = _OPERATIONS.all_gather_into_tensor_out
 
 
 class _GatherInto:
-    """The operation under its name, and as its only overload."""
+    """The operation under its name, and also as its only overload."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_gather_into, name)

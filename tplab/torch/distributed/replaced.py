@@ -1,4 +1,4 @@
-"""Attributes of modules and classes that are other ones while ranks run."""
+"""Attributes of modules and classes that are replaced while ranks run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 Value = tuple[Any, str, Any]
-"""Module, class or object; name; and what is there for the time of a run."""
+"""Module, class or object; attribute; and its value for the duration of a run."""
 _INHERITED = object()
 
 
 class Replaced:
-    """What is replaced, and what was there before."""
+    """Replacements, and the values before them."""
 
     def __init__(self, values: Iterable[Value] = ()):
         self.values = [*values]
@@ -27,7 +27,7 @@ class Replaced:
             setattr(home, name, value)
 
     def take_back(self) -> None:
-        """Restore what was there. It may be called again if Ctrl-C has ended it."""
+        """Restore the values before. May be called again if Ctrl-C has interrupted it."""
         for (home, name, _), value in zip(self.values, self._before):
             if value is not _INHERITED:
                 setattr(home, name, value)

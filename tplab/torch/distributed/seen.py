@@ -1,8 +1,8 @@
-"""Collectives as the program's own dispatch modes see them: `c10d::allreduce_` and its like, as over gloo.
+"""Collectives as the program's own dispatch modes see them: `c10d::allreduce_` and the like, as with gloo.
 
 A mode, such as CommDebugMode, sees the operations that torch dispatches. torch's own process groups dispatch each
-collective as an operation of `torch.ops.c10d`. A group whose methods are Python does not, so here the modes are called
-one after another, the innermost first, each with the operation and its arguments in torch's form.
+collective as an operation of `torch.ops.c10d`. A group with Python methods does not, so here the modes are called one
+after another, innermost first, each with the operation and its arguments in torch's form.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tplab.torch.ranks.simulated import SimulatedRank
 _Kind = TypeVar("_Kind", bound=type)
 
 _GIVE_TENSORS = {"allreduce_", "broadcast_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_", "scatter_"}
-"""Operations whose tensors, as torch returns them, warn in a backward pass."""
+"""Operations that return tensors; in torch they warn in a backward pass."""
 
 
 def seen_by_modes(group: _Kind) -> _Kind:
-    """A class of process groups, each of whose methods is now seen by the dispatch modes of the program."""
+    """Decorate a class of process groups: the program's dispatch modes see each of its methods."""
     made: dict[Any, Any] = {}
     for name, (method, about) in methods_of(group).items():
         setattr(group, name, made.setdefault(method, _seen(method, about.operation)))
@@ -51,7 +51,7 @@ def _seen(method: Callable[..., Any], operation: str) -> Callable[..., Any]:
             given = list(_arguments(op, self, args, kwargs))
         found = _Call(op, lambda: method(self, *args, **kwargs), stack)
         member: SimulatedRank = self.member.here()
-        with member.at_line():  # and not that of a mode of the program
+        with member.at_line():  # not at the line of a program's mode
             found.go_on(given)
         return found.result
 
@@ -59,8 +59,8 @@ def _seen(method: Callable[..., Any], operation: str) -> Callable[..., Any]:
 
 
 def _warn_in_backward(x: Tensor, operation: str, lines: Lines) -> None:
-    """Say, as torch does of its own process groups, that the gradient of `x` does not know what the program sends here.
-    Torch's warning is found at the line of the backward pass; this one is found at the collective's."""
+    """Warn, as torch does for its own process groups, that the gradient of `x` ignores what the program sends here.
+    Torch's warning points to the line of the backward pass; this one points to the collective's."""
     text = (
         f"c10d::{operation}: an autograd kernel was not registered, so a backward pass gives the gradient without this "
         "collective. torch.distributed.nn.functional has collectives with gradients; for a number that is only looked "
@@ -79,7 +79,7 @@ class _Call:
 
     def __init__(self, op: Any, run: Callable[[], Any], stack: Sequence[Any]):
         self._op, self._run, self._stack = op, run, list(stack)
-        self._outer = len(stack)  # the modes that have not been called: those below this
+        self._outer = len(stack)  # the modes that have not been called are below this
         self.result: Any = None
 
     def go_on(self, args: Sequence[Any], kwargs: Any = None) -> Any:
@@ -101,13 +101,13 @@ class _Call:
 
 
 def _is_programs(mode: Any) -> bool:
-    """Whether a mode is the program's: neither tplab's, nor one of those with which torch builds others."""
+    """Whether a mode is the program's: neither tplab's, nor one of those that torch builds others on."""
     return not isinstance(mode, DispatchMode) and getattr(mode, "_mode_key", None) is None
 
 
 @contextmanager
 def _modes(stack: Sequence[Any]) -> Iterator[None]:
-    """Only these modes are in force, the innermost last."""
+    """A context with only these modes, innermost last."""
     before = dispatch_modes()
     _replace(stack)
     try:
@@ -124,7 +124,7 @@ def _replace(stack: Sequence[Any]) -> None:
 
 
 def _stand_in(op: Any, call: Callable[..., Any]) -> Any:
-    """The operation `op`, which does `call` when it is called. It is equal to `op`, and has its name and schema."""
+    """A stand-in for the operation `op` that does `call` when called. It equals `op`, and has its name and schema."""
     made = _stand_ins(type(op))()
     vars(made).update(vars(op), tplabs_op=op, tplabs_call=call)
     return made
@@ -132,7 +132,7 @@ def _stand_in(op: Any, call: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _stand_ins(kind: type) -> type:
-    """The class of operations like those of `kind`, which do something else when they are called."""
+    """The class of stand-ins for operations of class `kind`."""
     own = {
         "__call__": lambda self, *args, **kwargs: self.tplabs_call(args, kwargs),
         "__eq__": lambda self, other: other is self.tplabs_op or other is self,
@@ -177,7 +177,7 @@ def _arguments(op: Any, group: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _nested(given: Any, depth: int) -> Any:
-    """Tensors in as many lists as the schema asks for."""
+    """Tensors nested in lists to the depth that the schema requires."""
     if depth == 0:
         return given
     if isinstance(given, Tensor):

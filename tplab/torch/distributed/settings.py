@@ -1,4 +1,4 @@
-"""Settings of a process that some programs make differently on each rank: loggers, `print`, the working directory."""
+"""Process-wide settings that some programs change on each rank: loggers, `print`, the working directory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _chdir = os.chdir
 
 
 class Settings:
-    """Loggers, `print` and the working directory of all processes of a run, which are anything that can be a key.
+    """Loggers, `print` and the working directory of all processes of a run; a process is any hashable key.
 
-    `logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)` and its like are said to one rank only. Loggers are
-    shared by libraries and by all ranks, so what one of them has is swapped with every turn, from its first change on.
+    `logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)` and the like are meant for one rank only. Libraries
+    and all ranks share loggers, so from a logger's first change on, its state is swapped with every turn.
     """
 
     def __init__(self) -> None:
         self._prints: dict[Any, Any] = {}
-        self._folders: dict[Any, str] | None = None  # None as long as no rank has changed its own
+        self._folders: dict[Any, str] | None = None  # None until a rank changes its own
         self._loggers: dict[logging.Logger, dict[Any, dict[str, Any]]] = {}
-        self._begins: dict[logging.Logger, dict[str, Any]] = {}  # what each had before the first change
+        self._begins: dict[logging.Logger, dict[str, Any]] = {}  # each logger's state before its first change
         self._disabled: dict[Any, int] = {}
         self._kernel: Any = None
         changes = [(logging.Logger, name, self._changing(getattr(logging.Logger, name))) for name in _CHANGES]
@@ -37,27 +37,27 @@ class Settings:
         self._replaced = Replaced([*own, *changes])
 
     def enter(self, kernel: Any) -> None:
-        """From the notebook, `kernel`, to the ranks."""
+        """Switch from the notebook, `kernel`, to the ranks."""
         self._kernel = kernel
         self._replaced.put()
 
     def leave(self) -> None:
-        """From the ranks to the notebook. It may be called again if Ctrl-C has ended it."""
+        """Switch from the ranks to the notebook. May be called again if Ctrl-C has interrupted it."""
         self._replaced.take_back()
         logging.root.manager._clear_cache()  # type: ignore[attr-defined]
 
     def take(self, process: Any) -> None:
-        """Note what this process has, whose turn ends."""
+        """Note the state of this process at the end of its turn."""
         self._prints[process] = builtins.print
         if self._folders is not None:
-            with suppress(OSError):  # it may have removed the folder
+            with suppress(OSError):  # the process may have removed the folder
                 self._folders[process] = os.getcwd()
         for logger, states in self._loggers.items():
             states[process] = _of(logger)
         self._disabled[process] = logging.root.manager.disable
 
     def put(self, process: Any) -> None:
-        """From now on `process` has the turn; at first it has what the notebook has."""
+        """Give `process` the turn; at first it has the notebook's state."""
         kernel = self._kernel
         builtins.print = self._prints.get(process) or self._prints.get(kernel) or builtins.print
         if self._folders is not None:
@@ -92,5 +92,5 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_enabled(logger: logging.Logger, level: int) -> bool:
-    """`Logger.isEnabledFor`, which Python keeps an answer of: another rank's may be different."""
+    """`Logger.isEnabledFor` without Python's cache, which may hold another rank's answer."""
     return not logger.disabled and logger.manager.disable < level and level >= logger.getEffectiveLevel()

@@ -1,4 +1,4 @@
-"""The stores of torch.distributed, in which ranks leave values for each other."""
+"""The stores of torch.distributed, through which ranks exchange values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tplab.torch.ranks.simulated import SimulatedRank
 
 
 class Made(NamedTuple):
-    """A group as the first rank made it: that rank, the group's ranks, and the line. `came`: who has made it so far."""
+    """A group as its first rank made it: that rank, the group's ranks, and the line. `came`: the ranks that made it."""
 
     rank: int
     ranks: list[int]
@@ -23,9 +23,9 @@ class Made(NamedTuple):
 
 
 class Shared:
-    """What all ranks of a run share in one store, and in those that the program makes, by their address.
+    """What all ranks of a run share in one store, and in the stores that the program makes, by address.
 
-    groups   those that ranks have made, by how often they had called init_process_group, and by name
+    groups   the groups that ranks have made, by the number of calls of init_process_group before, and by name
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Shared:
 
 
 class Store(dist.Store):
-    """One rank's access to the values that all ranks of a run share. While a rank waits for a key, others go on."""
+    """One rank's access to the values that all ranks of a run share. While a rank waits for a key, others continue."""
 
     def __init__(self, shared: Shared, member: SimulatedRank):
         super().__init__()
@@ -104,13 +104,13 @@ class Store(dist.Store):
     def queue_len(self, key: str) -> int:
         return len(self._queues[key])
 
-    deleteKey, getNumKeys = delete_key, num_keys  # a PrefixStore calls them by their names in C++
+    deleteKey, getNumKeys = delete_key, num_keys  # a PrefixStore calls them by their C++ names
 
     def has_extended_api(self) -> bool:
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Raises DistStoreError, as torch does, where the program gives a timeout and no rank can set the keys."""
+        """Raises DistStoreError, as torch does, if the program gives a timeout and no rank can set the keys."""
         seconds = None if timeout is None or timeout >= _DEFAULT_TIMEOUT else timeout.total_seconds()
         what = f"the store, for {', '.join(map(repr, keys))},"
         if not self._member.here().wait_until(lambda: self._has(keys), what, seconds, gives_up=seconds is not None):
@@ -124,7 +124,7 @@ class Store(dist.Store):
 
 
 class PrefixStore(dist.PrefixStore):
-    """A part of a store, including what torch's own only asks of stores in C++."""
+    """A part of a store, with the operations that torch's own version only has for C++ stores."""
 
     def __init__(self, prefix: str, store: Any):
         super().__init__(prefix, store)
@@ -144,7 +144,7 @@ class PrefixStore(dist.PrefixStore):
 
 
 class TCPStore(Store):
-    """A store that the program makes: the same for all ranks that give the same address. There are no connections."""
+    """A store that the program makes: one for all ranks that give the same address. There are no connections."""
 
     def __init__(
         self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *_: Any, **__: Any
@@ -155,7 +155,7 @@ class TCPStore(Store):
 
 
 class FileStore(Store):
-    """The same, by the name of a file, which is not written."""
+    """The same, by file name; no file is written."""
 
     def __init__(self, file_name: str, world_size: int = -1):
         member, others = _of_this_rank()
@@ -165,7 +165,7 @@ class FileStore(Store):
 
 _FIRST_PORT = 30000
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
-"""That of torch's stores, which their own C++ code passes on."""
+"""The timeout of torch's stores, which their C++ code passes on."""
 
 
 def _of_this_rank() -> tuple[SimulatedRank, defaultdict[Any, Shared]]:

@@ -1,8 +1,8 @@
 """Threads that a rank's program starts belong to the rank: they take turns with it and with all other ranks.
 
-So a thread that writes a checkpoint in the background, or fetches batches, may communicate over groups of its own. As
-with ranks, the order in which threads run is the same each time. Threads of libraries that wait for files or processes,
-such as those of a DataLoader, take no turns; they run as usual, and cannot communicate.
+So a thread that writes a checkpoint in the background, or fetches batches, may communicate over its own groups. As with
+ranks, threads run in the same order each time. Threads of libraries that wait for files or processes, such as those of
+a DataLoader, take no turns; they run as usual, and cannot communicate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _start = threading.Thread.start
 
 
 class Threads:
-    """Python's threads as simulated ranks need them, for the time of a run.
+    """Python's threads as simulated ranks need them, for the duration of a run.
 
     beside   makes the context for a thread that a rank has started
     """
@@ -40,7 +40,7 @@ class Threads:
 
     def put(self) -> None:
         logger = logging.getLogger("concurrent.futures")
-        self._had_filter = _is_no_release in logger.filters  # of the run around this one
+        self._had_filter = _is_no_release in logger.filters  # of the enclosing run
         logger.addFilter(_is_no_release)
         self._replaced.put()
 
@@ -63,7 +63,7 @@ class Threads:
         program = thread.run
         thread._seat = seat
         thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, listeners))
-        rank.waits_as_always = True  # until the other one runs, which is before its turn
+        rank.waits_as_always = True  # until the new thread runs, which is before its turn
         try:
             _start(thread)
         except BaseException:
@@ -73,7 +73,7 @@ class Threads:
             rank.waits_as_always = False
 
     def _live(self, rank: SimulatedRank, thread: Any, program: Callable[[], None], listeners: list[Listener]) -> None:
-        """What such a thread does in its turns."""
+        """Run such a thread, in its turns."""
         del thread.run
         enter(rank)
         try:
@@ -109,7 +109,7 @@ def _belongs_to_program(thread: Any) -> bool:
     while isinstance(function, partial):
         function = function.func
     module = getattr(function, "__module__", None) or type(function).__module__
-    if module == "concurrent.futures.thread":  # its queue is not ours if it was made outside the run
+    if module == "concurrent.futures.thread":  # its queue is Python's own if it was made outside the run
         return any(isinstance(given, SimpleQueue) for given in thread._args)
     if module.split(".")[:2] == ["torch", "distributed"] or module.startswith("tplab.torch."):
         return True
@@ -118,5 +118,5 @@ def _belongs_to_program(thread: Any) -> bool:
 
 
 def _is_no_release(record: logging.LogRecord) -> bool:
-    """An executor logs what ends its threads; that they are released need not be logged."""
+    """Filter the log of an executor, which reports what ends its threads: their release need not be reported."""
     return not (record.exc_info and record.exc_info[0] is not None and issubclass(record.exc_info[0], Released))

@@ -1,4 +1,4 @@
-"""What torch.distributed returns for a started collective: the program waits on it."""
+"""What torch.distributed returns for a started collective, for the program to wait on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE = 100  # questions
 
 
 class Work(c10d_C.Work):
-    """Something that was asked of a process group."""
+    """A request to a process group."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -55,7 +55,7 @@ class Work(c10d_C.Work):
 
 
 class Taken(Work):
-    """Work that is done, and whose results were written. DistributedDataParallel asks for those of sparse gradients."""
+    """Completed work whose results have been written. DistributedDataParallel reads those of sparse gradients."""
 
     def __init__(self, *results: Tensor):
         super().__init__()
@@ -66,13 +66,13 @@ class Taken(Work):
 
 
 class Started(Work):
-    """A collective or a message on its way.
+    """A collective or a message in flight.
 
     x       what is sent
     take    writes the result where the program wants it; None for a message sent
-    into    where that is
-    queue   what its group has started but not yet waited for, the oldest first
-    is_done whether the program has it
+    into    the tensors that get the result
+    queue   what its group has started but not yet waited for, oldest first
+    is_done whether the program has the result
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Started(Work):
         self._num_asked = 0
 
     def wait(self, timeout: Any = None) -> bool:
-        """Finish first what the group had started before this, so that results come in the same order."""
+        """Finish first what the group had started before this, so that results arrive in order."""
         queue = self._queue
         while queue and not self.is_done:
             queue.popleft()._finish()
@@ -103,7 +103,7 @@ class Started(Work):
         return True
 
     def _finish(self) -> None:
-        """Wait until it has arrived, on the rank's clock too."""
+        """Wait until it has arrived, also on the rank's clock."""
         if self.is_done:
             return
         if self._is_finishing:  # another thread of the rank waits for it
@@ -120,11 +120,11 @@ class Started(Work):
         if not self._has_data:
             self._has_data = True
             assert self._take is not None
-            with on_one_stream(self._member, self._x), no_dispatch():  # this is no operation of the program
+            with on_one_stream(self._member, self._x), no_dispatch():  # not an operation of the program
                 self._take(y)
 
     def is_completed(self) -> bool:
-        """Whether it is done. Repeated calls let other ranks go on in between, and finally wait: a loop that asks
+        """Whether it is done. Repeated calls let other ranks continue in between, and finally wait: a loop that asks
         forever would hide a deadlock."""
         self._num_asked += 1
         if not self.is_done and (self._num_asked > _PATIENCE or self._member.here().has_come(self._pending)):
@@ -140,8 +140,8 @@ class Started(Work):
 
     def get_future(self) -> Future[Any]:
         """A completed future with the result. torch's C++ code waits for futures where no other rank could take its
-        turn, so the data is fetched now. In a backward pass the rank's clock goes on: it waits at the end of the pass,
-        where DistributedDataParallel waits for its buckets."""
+        turn, so the data is fetched now. In a backward pass the rank's clock continues: it waits at the end of the
+        pass, where DistributedDataParallel waits for its buckets."""
         if self.is_done or graph_task() == -1 or self._take is None:
             self.wait()
         else:
@@ -151,7 +151,7 @@ class Started(Work):
 
 
 class Several(Work):
-    """Several collectives of one group as one. Waiting for the last is waiting for all before it."""
+    """Several collectives of one group as one. Waiting for the last one waits for all before it."""
 
     def __init__(self, works: Sequence[Work]):
         super().__init__()
@@ -178,9 +178,9 @@ def _done(result: list[Tensor]) -> Future[Any]:
 
 @contextmanager
 def on_one_stream(member: SimulatedRank, x: Tensor) -> Iterator[None]:
-    """Inside, work on x's GPU is queued on the one stream that all ranks share: another rank reads what this one sends,
-    and a GPU runs the work of two streams in any order. That stream waits for what the rank's own stream has to do, and
-    the rank's own one then waits for it."""
+    """A context in which work on x's GPU is queued on the stream that all ranks share: another rank reads what this one
+    sends, and a GPU runs the work of two streams in any order. The shared stream first waits for the rank's own stream,
+    which then waits for the shared one."""
     if not x.is_cuda:
         yield
         return

@@ -1,1 +1,1 @@
-"""Layers whose weights are spread over an axis of the mesh."""
+"""Layers whose weights are sharded over an axis of the mesh."""

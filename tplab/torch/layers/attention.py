@@ -1,8 +1,8 @@
-"""Self-attention whose heads are spread over an axis of the mesh.
+"""Self-attention whose heads are sharded over an axis of the mesh.
 
-Heads are independent: each rank computes the scores, the softmax and the values of its own heads, and the output
-projection, which is row-parallel, adds up what they contribute (Shoeybi et al. 2019, section 3). A head must not
-be split: part of a head would give part of each score, and the softmax of a sum is not the sum of softmaxes.
+Heads are independent: each rank computes the scores, the softmax and the values of its own heads, and the row-parallel
+output projection adds up their contributions (Shoeybi et al. 2019, section 3). A head must not be split: part of a head
+would give part of each score, and the softmax of a sum is not the sum of softmaxes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class ParallelSelfAttention(nn.Module):
     x [B, S, D]   query.weight [H d/R, D]   key.weight, value.weight [K d/R, D]   output.weight [D, H d/R]   d = D/H
       ->  y [B, S, D], the same on every rank
     cost      one all_reduce forward, after output, and one backward, before q, k and v together: 2(R-1)/R of x each
-    num_kv_heads   K: each key and value head serves H/K query heads next to each other (grouped-query attention,
-                   Ainslie et al. 2023). R must divide K too; where K is smaller, repeat the rows of each H/K times
+    num_kv_heads   K: each key and value head serves H/K adjacent query heads (grouped-query attention, Ainslie et al.
+                   2023). R must divide K too; if K is smaller than R, repeat the rows of each head H/K times
     causal         a token sees itself and the tokens before it
     sequence_dim   1: x and y are this rank's piece of the sequence: all_gather before, reduce_scatter after
-    context_axis   the ranks that share the sequence for attention too: S is then the number of tokens that each of them
-                   has, in this `layout`, and queries see the others' keys by this `scheme`: "ring" is `ring_attention`
-                   of this rank's heads, and so on
+    context_axis   the axis along which ranks also share the sequence in attention: S is then the number of tokens of
+                   each rank, in this `layout`, and queries see other ranks' keys by this `scheme`: "ring" is
+                   `ring_attention` of this rank's heads, and so on
     Raises ShapeError where H does not divide D, K does not divide H, or R does not divide them.
     """
 

@@ -1,7 +1,7 @@
 """Attention of a rank's queries to the keys of all ranks, tile after tile, and its derivatives.
 
-Two tiles are merged by their log-sum-exps; only q, k, v, o and lse are kept. On a ring the next keys and values are on
-their way while a tile is computed, and so are the gradients of the last ones.
+Tiles are merged by their log-sum-exps; only q, k, v, o and lse are kept. On a ring, the next keys and values travel
+while a tile is computed, and so do the gradients of the last ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend_by_tiles(
     return_lse: bool,
     gathers: bool = False,
 ) -> Any:
-    """o [B, h, n, d] of a rank's queries and the keys of all ranks of `axis`; with their lse, if it is to be returned.
+    """o [B, h, n, d] of a rank's queries and the keys of all ranks of `axis`; (o, lse) with return_lse.
 
     tiles     this rank's, the first of them with its own keys
     gathers   k and v are gathered, instead of passed on
@@ -40,11 +40,11 @@ def attend_by_tiles(
 
 
 class _Attention(torch.autograd.Function):
-    """A rank's tiles, one after the other. The first has its own keys, so each query sees a key in it: itself. So lse
-    is finite from then on, and a row of a later tile that sees no key (o 0, lse -inf) changes nothing.
+    """A rank's tiles, one after the other. The first has the rank's own keys, so each query sees a key in it: itself.
+    So lse is finite from then on, and a row of a later tile that sees no key (o 0, lse -inf) changes nothing.
 
-    axis      along which k and v travel; nothing does where there is one tile
-    gathers   they are gathered, instead of passed on
+    axis      along which k and v travel; if there is one tile, nothing is sent
+    gathers   k and v are gathered, instead of passed on
     """
 
     @staticmethod
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
                 o = o.to(lse.dtype)
             elif tile.entries:
                 _merge(o[:, :, tile.queries], lse[:, :, tile.queries], *attend(q, keys, values, tile, scale))
-            del keys, values  # so that no more than two of them exist
+            del keys, values  # so that at most two of them exist
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mark_non_differentiable(lse)
@@ -76,7 +76,7 @@ class _Attention(torch.autograd.Function):
         for tile, keys, values in _arriving(k, v, axis, tiles, gathers):
             found = attend_backward(do, q, keys, values, o, lse, tile, scale) if tile.entries else None
             del keys, values
-            if home is not None:  # what the ranks before this one have added up
+            if home is not None:  # the sum of the ranks before this one
                 dkv = home.wait()
             if found is not None:
                 here = _piece(dkv, tile.source, size) if gathers else dkv
@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
 def _arriving(
     k: Tensor, v: Tensor, axis: Axis, tiles: Sequence[Tile], gathers: bool
 ) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-    """Each tile, with its keys and values; on a ring, those of the next one are on their way while it is computed."""
+    """Each tile, with its keys and values; on a ring, those of the next tile travel while this one is computed."""
     size = k.shape[-2]
     if gathers:
         every = all_gather(torch.stack([k, v]), axis, -2)
@@ -116,18 +116,18 @@ def _arriving(
 def _check_equal_shares(arrived: Tensor, expected: int, axis: Axis) -> None:
     if arrived.shape[-2] != expected:
         raise ShapeError(
-            f"attention over axis {axis!r}: the keys of {arrived.shape[-2]} tokens arrived, and with as many on each "
-            f"rank as here it would be {expected}; every rank needs equally many tokens: pad the sequence"
+            f"attention over axis {axis!r}: the keys of {arrived.shape[-2]} tokens arrived instead of {expected}; "
+            "every rank needs the same number of tokens: pad the sequence"
         )
 
 
 def _piece(whole: Tensor, index: int, size: int) -> Tensor:
-    """The tokens of the rank at `index`, of those of all ranks in their order."""
+    """The tokens of the rank at `index`, out of the tokens of all ranks in order."""
     return whole.narrow(-2, index * size, size)
 
 
 def _merge(o: Tensor, lse: Tensor, other_o: Tensor, other_lse: Tensor) -> None:
-    """(o, lse) becomes what it is over its own keys and the other's: lse' = log(e^lse + e^other_lse), and o' the mean
-    of both weighted by e^(each lse - lse'), which is o + sigmoid(other_lse - lse) (other_o - o)."""
+    """Extend (o, lse) to the other's keys, in place: lse' = log(e^lse + e^other_lse), and o' is the mean of both
+    weighted by e^(each lse - lse'), which is o + sigmoid(other_lse - lse) (other_o - o)."""
     o.lerp_(other_o.to(o.dtype), torch.sigmoid(other_lse - lse)[..., None])
     torch.logaddexp(lse, other_lse, out=lse)

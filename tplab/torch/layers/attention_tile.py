@@ -1,16 +1,15 @@
-"""Attention of some queries to some keys, and its derivatives from o and lse alone: what a rank does at one step.
+"""Attention of some queries to some keys, and its derivatives from o and lse alone: one step of a rank.
 
     S = scale q k^T          lse = log sum_j e^S_ij          P = e^(S - lse)          o = P v
     D = sum_d do * o         dv = P^T do       dS = P (do v^T - D)       dq = scale dS k       dk = scale dS^T q
 
-If lse and o are those of *all* keys, these derivatives are this tile's share of the whole's: shares are added up (Dao
-et al. 2022, "FlashAttention"). torch's own kernels compute both, and hold no scores:
+If lse and o are those of *all* keys, these derivatives are this tile's share of the whole, and shares are added up (Dao
+et al. 2022, "FlashAttention"). torch's own kernels compute both, and store no scores:
 
     CPU    all tiles; one of kind "masked" needs a mask of its size
     CUDA   tiles of kind "full" and "causal" in float16 and bfloat16, where torch has flash attention for the GPU
 
-Everything else is computed by the equations above, for 1,024 queries at a time: at most 1,024 times as many scores per
-head as there are keys are held.
+Everything else is computed by the equations above, for 1,024 queries at a time: at most 1,024 scores per head and key.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tplab.sequence import Tile
 from tplab.torch.private import flash_on_cpu, flash_on_cpu_backward, flash_on_gpu, flash_on_gpu_backward
 
 ROWS = 1024
-"""How many queries the plain equations are computed for at a time."""
+"""How many queries the equations are computed for at a time."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
@@ -74,7 +73,7 @@ def _kernel_for(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Literal["cpu", "
 
 
 def _hidden(tile: Tile, rows: slice, q: Tensor) -> Tensor | None:
-    """[rows, columns of the box]: True where a query does not see the key; None where the kind says it all."""
+    """[rows, columns of the box]: True where a query does not see the key; None unless the tile is masked."""
     if tile.kind != "masked":
         return None
     begins, ends = (torch.tensor(bound[rows], device=q.device)[:, None] for bound in (tile.begins, tile.ends))
@@ -83,11 +82,11 @@ def _hidden(tile: Tile, rows: slice, q: Tensor) -> Tensor | None:
 
 
 def _added(tile: Tile, hidden: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask as what is added to the scores."""
+    """The mask as a bias that is added to the scores."""
     return None if hidden is None else torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
 
 
-# --- the equations, as they stand above -------------------------------------------------------------------------------
+# --- the equations above ----------------------------------------------------------------------------------------------
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,16 +1,16 @@
 """Dispatch and combine: tokens travel to the ranks that hold their experts, and the results come back.
 
-Each level takes T tokens and their choices among the experts that its ranks hold together, sends tokens on, lets the
+Each level receives T tokens and their choices among the experts that its ranks hold together, sends tokens on, lets the
 next level compute them there, and adds up what comes back:
 
     level(x [T, D], choices [T, k], weights [T, k])   ->   y [T, D] = sum_j weights_j expert_choices_j(x)
 
-So levels are put into one another: first to the node that holds an expert, and then to the rank inside of it. All are
-differentiable, since the collectives are; the backward pass sends what the forward pass did, in the other direction.
+So levels can be nested: first to the node that holds an expert, and then to the rank inside it. All are differentiable,
+because the collectives are; the backward pass sends the same as the forward pass, in the other direction.
 
     per_rank     a token's row goes once to each rank that holds any of its experts, which returns their weighted sum
     per_choice   a row for each choice, which is weighted when it has come back
-    gathered     all rows go to all ranks; each computes what its own experts, or its parts of all experts, have to do
+    gathered     all rows go to all ranks; each computes its own experts, or its parts of all experts
     local        the experts of this rank
 """
 
@@ -28,8 +28,8 @@ from tplab.torch.comm.collectives import all_gather, all_to_all
 from tplab.torch.ranks.rank import this_rank
 
 Level = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x [T, D], choices [T, k], weights [T, k]) -> y [T, D]. Experts count from 0 within a level, and -1 is none. Without
-weights all are 1. Choices may be on the CPU and the rest on the device "meta", where numbers cannot be read."""
+"""(x [T, D], choices [T, k], weights [T, k]) -> y [T, D]. Experts count from 0 within a level; -1 is none. Without
+weights, all are 1. Choices may be on the CPU and the rest on the device "meta", whose numbers cannot be read."""
 
 
 def local(compute: Callable[[Tensor, Sequence[int]], Tensor], experts: int) -> Level:
@@ -49,7 +49,7 @@ def local(compute: Callable[[Tensor, Sequence[int]], Tensor], experts: int) -> L
 
 
 def per_rank(axis: Axis, experts: int, inner: Level) -> Level:
-    """Of `experts` experts each of the R ranks of `axis` holds E/R neighbours.
+    """`experts` experts, of which each of the R ranks of `axis` holds E/R neighbours.
 
     sent   to other ranks: a row of D numbers, k choices (4 B each) and k weights for each token and rank that holds any
            of its experts, and a count (8 B) for each rank; back: the rows
@@ -78,7 +78,7 @@ def per_rank(axis: Axis, experts: int, inner: Level) -> Level:
 
 
 def per_choice(level: Level) -> Level:
-    """Each choice by itself, as if it were a token that has chosen one expert; the weights stay at home."""
+    """Each choice on its own, as if it were a token that has chosen one expert; the weights are not sent."""
 
     def each(x: Tensor, choices: Tensor, weights: Tensor | None) -> Tensor:
         num_choices = choices.shape[-1]
@@ -89,9 +89,9 @@ def per_choice(level: Level) -> Level:
 
 
 def gathered(axis: Axis, experts: int, inner: Level, *, is_split: bool = False) -> Level:
-    """Every rank of `axis` gets the tokens of all, and returns to each the sum of what the ranks have computed.
+    """Every rank of `axis` gets the tokens of all ranks, and returns to each the sum of what the ranks have computed.
 
-    is_split   each rank holds a part of every expert, and not some of the experts whole
+    is_split   each rank holds a part of every expert, rather than some of the experts whole
     sent       (R-1) times its rows, choices (4 B each) and weights; back: (R-1) rows for each token; 8 B for its number
     """
     place = this_rank().place(axis)
@@ -111,8 +111,8 @@ def gathered(axis: Axis, experts: int, inner: Level, *, is_split: bool = False) 
 
 
 class _Summed(torch.autograd.Function):
-    """rows [N, D], the token of each [N]   ->   [T, D], each token's sum. Its backward pass needs only the tokens:
-    that of torch's `index_add` keeps the rows too."""
+    """rows [N, D], the token of each [N]   ->   [T, D], each token's sum. The backward pass needs only the tokens; that
+    of torch's `index_add` also keeps the rows."""
 
     generate_vmap_rule = True
 

@@ -1,9 +1,8 @@
-"""Random numbers that are the same on some ranks and differ on others: for dropout, and for the first parameters.
+"""Random numbers that are the same on some ranks and differ on others: for dropout, and for initial parameters.
 
 torch's default generator is this rank's own, and differs from every other rank's. Where ranks must agree, as on the
-dropout mask of a tensor that all of them hold, they draw from a generator seeded with the seed of the run and a count,
-which all of them know. What a program does to its rank's own generator, such as `torch.manual_seed` on one rank, does
-not change that.
+dropout mask of a tensor that all of them hold, they draw from a generator seeded with the seed of the run and a count
+that all of them share. Changes to a rank's own generator, such as `torch.manual_seed` on one rank, do not affect it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from tplab.torch.private import graph_task
 from tplab.torch.ranks.rank import Rank, this_rank
 
 _SHARED = 1 << 31  # sets these numbers apart from the ranks' own, whose key is the rank
-_MOST_STATES, _MOST_AT_ONE_STATE = 1 << 14, 1 << 10  # draws of one step must be remembered until its backward pass
+_MOST_STATES, _MOST_AT_ONE_STATE = 1 << 14, 1 << 10  # draws of one step are remembered until its backward pass
 
 
 class Drawn:
-    """The seeds of the draws that this rank has made, by the state that its own generator was in at the time.
+    """The seeds of this rank's draws, by the state that its own generator had at the time.
 
-    A checkpoint restores that state and computes the forward pass again, inside the backward pass. That is how its
-    draws are recognised. Where several draws were made in one state, the backward pass reaches the last one first.
+    A checkpoint restores that state and computes the forward pass again, inside the backward pass: so repeated draws
+    are recognised by it. Of several draws made in one state, the backward pass reaches the last one first.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class Drawn:
             self._at.popitem(last=False)
 
     def again(self, key: tuple[frozenset[str], int], task: int) -> int | None:
-        """The seed of a draw that is made again in the backward pass `task`; None for one that is new."""
+        """The seed of a draw that the backward pass `task` repeats; None for a new draw."""
         seeds = self._at.get(key)
         if seeds is None:
             return None
@@ -55,8 +54,8 @@ class Drawn:
 def next_generator(axis: Axis | None = None, device: torch.device | str = "cpu") -> torch.Generator:
     """A generator for the next draw: different on ranks that differ along `axis`, the same along every other axis.
 
-    Ranks that are to agree must make the same number of draws. Where `torch.utils.checkpoint` computes a forward pass
-    again, each draw is given the same generator again.
+    Ranks that must agree have to make the same number of draws. If `torch.utils.checkpoint` computes a forward pass
+    again, each draw gets the same generator again.
     """
     rank = this_rank()
     names = frozenset(() if axis is None else rank.mesh.names(axis))

@@ -20,12 +20,12 @@ def dropout(x: Tensor, p: float, *, axis: Axis | None = None) -> Tensor:
            ("dp", "tp"), or "dp" outside the regions: with data parallelism, where each rank has its own batch
     backward  dx = dy times the same mask; nothing is sent
 
-    The mask is drawn from the seed of the run and the number of the draw, not from torch's generator: that one is this
+    The mask is drawn from the seed of the run and the number of the draw, not from torch's generator: that is each
     rank's own, and after row-parallel layers a mask per rank would make copies differ. So `torch.manual_seed` does not
-    bring a mask back; the seed of `run` does. torch.utils.checkpoint gets the same mask again. Ranks that are to agree
-    must call dropout the same number of times. For evaluation leave it out, or pass p=0.
+    reproduce a mask; the seed of `run` does. torch.utils.checkpoint gets the same mask again. Ranks that must agree
+    have to call dropout the same number of times. For evaluation leave it out, or pass p=0.
     """
-    if has_torch_function_unary(x):  # check_parallel watches
+    if has_torch_function_unary(x):  # for check_parallel
         return handle_torch_function(dropout, (x,), x, p, axis=axis)
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; it is the share that is dropped, from 0 up to, but not including, 1")

@@ -29,19 +29,19 @@ class ParallelExperts(nn.Module):
     up [E/R, H, D]   down [E/R, D, H]   and with "swiglu" gate [E/R, H, D]
     y_t = sum_j weights_tj down_e (silu(gate_e x_t) * up_e x_t),  e = choices_tj
 
-    dispatch    how tokens travel. Sent to others, in rows of D numbers, forward and again backward:
-      "all_to_all"   a row for each choice to the expert's rank, and one back: 2 (R-1)/R T k rows where loads are equal
-      "per_rank"     a row for each rank that holds any of the token's experts: tplab.experts.expected_copies says how
-                     many that are; the k choices and weights travel with it
-      "gather"       every row to every rank, and the results' sum back: 2 (R-1) T rows, whatever is chosen
+    dispatch    how tokens travel. Rows of D numbers sent to other ranks, forward and again backward:
+      "all_to_all"   a row for each choice to the expert's rank, and one back: 2 (R-1)/R T k rows if loads are equal
+      "per_rank"     a row for each rank that holds any of the token's experts: tplab.experts.expected_copies has their
+                     expected number; the k choices and weights travel with it
+      "gather"       every row to every rank, and the sum of results back: 2 (R-1) T rows, whatever is chosen
       "two_levels"   axis=(outer, inner): once to each outer position, which is a node, and there once to each rank
-    tensor_axis       each expert's H features are cut over these ranks too, which exchange their tokens inside of it
+    tensor_axis       each expert's H features are also cut over these ranks, which exchange their tokens
     same_tokens       the ranks of tensor_axis all have the same tokens, and the results of their features are added up:
                       2 all_reduces of [T, D], one forward and one backward, and one of [T, k] backward
 
-    Meta tensors have no choices: all experts count as chosen equally often, and a token's as far apart as they can be.
+    Meta tensors have no choices: all experts count as chosen equally often, and a token's experts as evenly spaced.
     Ranks may have different numbers of tokens, also none. Gradients of experts are sums over the tokens of all ranks;
-    their mean is over all ranks that have tokens, and not over the copies of an expert: `average_gradients` knows it.
+    their mean is over all ranks that have tokens, not over the copies of an expert: `average_gradients` handles this.
     Raises ShapeError where R does not divide E, or the ranks of tensor_axis H.
     """
 
@@ -91,7 +91,7 @@ class ParallelExperts(nn.Module):
         return reduce_from(level(copy_to(x, axis), choices, copy_to(weights, axis)), axis)
 
     def _level(self) -> Level:
-        """What the tokens of this rank go through."""
+        """The levels that this rank's tokens pass through."""
         experts, level = self.routing.experts, local(self._mlps, len(self.up))
         if self.tensor_axis is not None and not self.same_tokens:
             level = gathered(self.tensor_axis, len(self.up), level, is_split=True)
@@ -104,7 +104,7 @@ class ParallelExperts(nn.Module):
         return per_choice(level) if self.dispatch == "all_to_all" else level
 
     def _mlps(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Every expert of this rank on its own rows, [N, D], which are one expert's after the other's."""
+        """Every expert of this rank on its own rows; rows [N, D] are sorted by expert."""
         gates = self.gate if self.activation == "swiglu" else [None] * len(self.up)
         each = zip(rows.split(list(counts)), self.up, self.down, gates, strict=True)
         return torch.cat([mlp(x, up, down, gate, self.activation) for x, up, down, gate in each])
@@ -117,14 +117,14 @@ class ParallelExperts(nn.Module):
 
 
 def _equally_often(tokens: int, rule: Routing) -> Tensor:
-    """Choices [T, k] that stand for those of meta tensors: each expert is chosen equally often, give or take one."""
+    """Choices [T, k] to replace those of meta tensors: each expert is chosen equally often, give or take one."""
     with no_dispatch():
         first = torch.arange(tokens, device="cpu")[:, None]
         return (first + torch.arange(rule.top_k, device="cpu") * (rule.experts // rule.top_k)) % rule.experts
 
 
 class SharedExpert(nn.Module):
-    """An MLP without biases that every token goes through, beside the experts that it chooses.
+    """An MLP without biases that every token passes through, beside the experts that it chooses.
 
     x [..., D]   up [H, D]   down [D, H]   and with "swiglu" gate [H, D]   ->   y [..., D]; nothing is sent
     """
@@ -145,7 +145,7 @@ class SharedExpert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts; with `shared` features, an MLP beside them that every token goes through.
+    """A router and its experts; with `shared` features, also an MLP that every token passes through.
 
     x [..., D], this rank's own tokens   ->   y [..., D], and what the router chose (`Routed`), for its losses
 
@@ -153,8 +153,8 @@ class MixtureOfExperts(nn.Module):
         loss = task_loss(y) + 0.01 * balance_loss(routed)
 
     choices   given to forward, [T, k] whole numbers replace the router's own; the weights stay its own. Programs that
-              must route alike, as training after generation, record routed.choices and replay them
-    Every rank holds the router and the shared MLP whole. See `Router` and `ParallelExperts`.
+              must route alike, such as training after generation, record routed.choices and replay them
+    Every rank holds the whole router and the whole shared MLP. See `Router` and `ParallelExperts`.
     """
 
     def __init__(

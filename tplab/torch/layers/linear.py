@@ -1,14 +1,14 @@
-"""Linear layers whose weights are spread over an axis of the mesh, and the MLP made of two of them.
+"""Linear layers whose weights are sharded over an axis of the mesh, and the MLP made of two of them.
 
 A column-parallel layer gives each rank some of the features; a row-parallel one takes each rank's features and adds up
-what they contribute. As a pair they need one sum in the forward pass and one in the backward pass, whatever
-elementwise function is between them (Shoeybi et al. 2019, section 3).
+their contributions. As a pair they need one sum in the forward pass and one in the backward pass, whatever elementwise
+function is between them (Shoeybi et al. 2019, section 3).
 
 With `sequence_dim` the activations outside the pair are sharded along that dim (Korthikanti et al. 2022, section
 4.2.2): the sum becomes an all_gather before and a reduce_scatter after, which together send the same bytes.
 
-Modules are made inside a rank's program, which knows the rank's position, and hold this rank's piece of each weight. A
-whole weight is drawn, and each rank keeps its piece of it: for one seed of `run` the whole is the same on any mesh.
+Modules are made inside a rank's program, which knows the rank's position, and hold this rank's piece of each weight.
+The whole weight is drawn, and each rank keeps its piece: for one seed of `run` the whole is the same on any mesh.
 Biases start at zero.
 """
 
@@ -92,9 +92,9 @@ class RowParallelLinear(nn.Module):
     The bias is added once, after the sum: added before, it would count R times.
 
     input_is_parallel   False: x [..., F] is the same on every rank, and each takes its piece of it
-    sequence_dim        y is this rank's piece along that dim: reduce_scatter in place of all_reduce, (R-1)/R of all y.
+    sequence_dim        y is this rank's piece along that dim: reduce_scatter replaces all_reduce, (R-1)/R of all y.
                         The bias is then added to pieces, and its gradient is summed: 2(R-1)/R of D in backward
-    reduce_output       False: y is this rank's part of the sum, to be summed together with others; needs bias=False
+    reduce_output       False: y is this rank's part of the sum, to be added up with others later; needs bias=False
     Raises ShapeError where R does not divide F. Shoeybi et al. 2019, operator g.
     """
 
@@ -127,7 +127,7 @@ class RowParallelLinear(nn.Module):
         if not self.reduce_output:
             return part
         y = leave(part, self.axis, self.sequence_dim)
-        return y if self.bias is None else y + shared(self.bias, self.axis, self.sequence_dim)
+        return y if self.bias is None else y + shared(self.bias, None if self.sequence_dim is None else self.axis)
 
     def extra_repr(self) -> str:
         return (
@@ -147,8 +147,8 @@ class ParallelMLP(nn.Module):
     cost         one all_reduce forward and one backward, 2(R-1)/R of x each, for swiglu too
     sequence_dim replaces each all_reduce with an all_gather and a reduce_scatter, which together send the same bytes
 
-    With columns first and rows second, no rank needs all hidden features. The other order needs a second
-    sum before the nonlinearity, since gelu(a + b) is not gelu(a) + gelu(b).
+    With columns first and rows second, no rank needs all hidden features. The other order needs a second sum before the
+    nonlinearity, because gelu(a + b) is not gelu(a) + gelu(b).
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class ParallelMLP(nn.Module):
         return self.down(hidden)
 
 
-# --- what the layers of this package share ---------------------------------------------------------------------------
+# --- shared by the layers of this package ----------------------------------------------------------------------------
 
 
 def enter(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """All of x on every rank, on its way into work that the ranks divide; its gradient is the sum of theirs."""
+    """The whole x on every rank, as input to work that the ranks divide; its gradient is the sum of theirs."""
     if sequence_dim is None:
         return copy_to(x, axis)
     check_sequence_dim(x.shape, sequence_dim)
@@ -199,10 +199,10 @@ def leave(part: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     return reduce_scatter(part, axis, sequence_dim)
 
 
-def shared(parameter: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """A parameter that all ranks hold, on its way into use. Under sequence parallelism each rank uses it on its own
-    part of the sequence, so its gradient must be summed. Here the sum cannot be forgotten."""
-    return parameter if sequence_dim is None else copy_to(parameter, axis)
+def shared(parameter: Tensor, sequence_axis: Axis | None) -> Tensor:
+    """A parameter that all ranks hold, ready for use. Under sequence parallelism each rank uses it on its own part of
+    the sequence, so its gradient is summed here, where that cannot be forgotten."""
+    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 def share(size: int, axis: Axis, what: str) -> int:

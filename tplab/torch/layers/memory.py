@@ -1,4 +1,4 @@
-"""What autograd keeps from the forward to the backward pass, and how to keep less of it under sequence parallelism."""
+"""What autograd keeps from the forward to the backward pass, and how to keep less under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved_tensors(fn: Callable[..., Any], *args: Any) -> SavedTensors:
     kept: dict[int, tuple[SavedTensor, Tensor]] = {}
 
     def pack(x: Tensor) -> Tensor:
-        storage, alone = x.untyped_storage(), x.detach()  # the graph would keep itself alive through its own output
+        storage, alone = x.untyped_storage(), x.detach()  # with its own output, the graph would keep itself alive
         if not isinstance(_whole(x), nn.Parameter):
             about = SavedTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), storage.nbytes(), _made_by(x))
             kept.setdefault(storage.data_ptr(), (about, alone))  # with x, so that no other tensor reuses its memory
@@ -38,19 +38,19 @@ def saved_tensors(fn: Callable[..., Any], *args: Any) -> SavedTensors:
 
 
 def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, but of what `all_gather` returns inside it only this rank's piece is kept for the backward pass.
+    """`fn`, but of each result of `all_gather` inside it only this rank's piece is kept for the backward pass.
 
     Sequence parallelism gathers the inputs of attention and of the MLP. Kept whole, they are the only two tensors of a
-    layer that are not divided by the number of ranks R. Gathered a second time for the backward pass, they are too.
+    layer that are not divided by the number of ranks R. Gathered again for the backward pass, they are divided too.
 
     forward   as fn
-    backward  as that of fn, after one more all_gather for each of the forward pass: (R-1)/R of the whole
+    backward  as of fn, after one more all_gather for each of the forward pass: (R-1)/R of the whole
     Korthikanti et al. 2022, section 4.2.2.
     """
 
     @wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # Only the innermost hooks are called: these pass on to those that were in force before.
+        # Only the innermost hooks are called: these pass on to the outer ones.
         outer = saved_hooks(True)
         pack_on, unpack_on = outer or (lambda x: x, lambda x: x)
         pieces: dict[Any, _Regathered] = {}
@@ -78,7 +78,7 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Regathered:
-    """This rank's piece of a tensor that was gathered. Once gathered again, the whole is kept until its last use."""
+    """This rank's piece of a gathered tensor. Once gathered again, the whole is kept until its last use."""
 
     def __init__(
         self, call: Call, sizes: tuple[int, ...], whole: Tensor, pack: Callable[..., Any], unpack: Callable[..., Any]

@@ -1,11 +1,11 @@
-"""Overlapped linear layers: products whose communication travels while they are computed (collective matmul).
+"""Overlapped linear layers: the communication of a product runs while the product is computed (collective matmul).
 
 A product that needs an all_gather before it is cut into one product per piece: while one piece is multiplied, the next
-is on its way. A product that needs a reduce_scatter after it is cut into one product per part: while one part is
-computed, the sum of those before it is on its way. Wang et al. 2023, "Overlap communication with dependent computation
-via decomposition"; Megatron's tp-comm-overlap is the same over tokens.
+one travels. A product that needs a reduce_scatter after it is cut into one product per part: while one part is
+computed, the sum of the parts before it travels. Wang et al. 2023, "Overlap communication with dependent computation
+via decomposition"; Megatron's tp-comm-overlap does the same over tokens.
 
-R ranks, index i. Pieces travel as in `ring`: "up" to i + 1, "down" to i - 1, "both" half of the pieces each way,
+With R ranks, at index i: pieces travel as in `rings`: "up" to i + 1, "down" to i - 1, "both" half of them each way,
 "split" half of every piece each way. A sum is rounded once per hop.
 """
 
@@ -38,7 +38,7 @@ def all_gather_matmul(x: Tensor, weight: Tensor, axis: Axis, *, dim: int = -1, d
     forward     R-1 hops of x beside R products; the first is of this rank's own x
     backward    dx = matmul_reduce_scatter(dy, weight.T); for dweight x goes around once more: (R-1) hops of each,
                 beside 2R products
-    memory      what arrives is freed after its product: x and weight are kept for the backward pass, not the whole x
+    memory      an arrived piece is freed after its product: the backward pass keeps x and weight, not the whole x
     Raises ShapeError where the sizes do not fit. Its second derivatives are exact, but not overlapped.
     """
     ring = ring_of("gather", x, weight, axis, dim, direction)
@@ -67,13 +67,13 @@ class AsyncLinear(nn.Module):
     x [..., D/R]   weight [R, F/R, D/R], in the order of the ring   bias [F/R]   ->   y [..., F/R]: this rank's features
     "gather"    all_gather_matmul: R-1 hops of x. weight[k] is multiplied with the k-th piece that arrives
     "scatter"   matmul_reduce_scatter: R-1 hops of y. weight[k] makes the k-th part that leaves, its own last
-    "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank for itself, nothing is sent. With one rank the
+    "none"      y = x @ weight[0].T + b, weight [1, F/R, D/R]: each rank on its own, nothing is sent. With one rank the
                 other modes do the same
     bias        one per feature of y, on the rank that has the feature; added once, with the product of its own piece
 
     `async_weight` puts the weight of a blocking layer in this order; `blocking_weight` does the reverse. The whole
-    weight is drawn, and each rank keeps its pieces: evenly over +-D^-1/2, which is the bound of a layer of D/R features
-    times R^-1/2, since R products are added up. For "none" nothing is added up: +-(D/R)^-1/2.
+    weight is drawn, and each rank keeps its pieces: evenly over +-D^-1/2, the bound of a layer of D/R features times
+    R^-1/2, because R products are added up. For "none" nothing is added up: +-(D/R)^-1/2.
     Raises ShapeError where R does not divide D and F.
     """
 
@@ -125,13 +125,13 @@ class AsyncLinear(nn.Module):
 
 
 class BlockingLinear(nn.Module):
-    """What AsyncLinear computes, with one collective and one product. Tests compare the two.
+    """The same function as AsyncLinear, with one collective and one product. Tests compare the two.
 
     x [..., D/R]   bias [F/R]   ->   y [..., F/R]
     "gather"    weight [F/R, D]   y = all_gather(x, -1) @ weight.T + bias
     "scatter"   weight [F, D/R]   y = reduce_scatter(x @ weight.T, -1) + bias
     "none"      weight [F/R, D/R]   y = x @ weight.T + bias
-    One seed gives AsyncLinear and this the same weight.
+    With one seed, AsyncLinear and this have the same weight.
     """
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, mode: Mode = "gather", bias: bool = True):

@@ -1,8 +1,8 @@
-"""How parameters begin: those of the whole model are drawn, and a rank keeps its piece.
+"""How parameters are initialised: the whole model's are drawn, and each rank keeps its piece.
 
-So a model that is made with one seed is the same on every mesh, to the last bit, and data-parallel copies agree. On
-the modelled clock making it takes no time, since it is not part of a step. As meta tensors, under
-`torch.device("meta")`, parameters have shapes and no numbers, and a model of any size is made at once.
+So a model made with one seed is the same on every mesh, to the last bit, and data-parallel copies agree. On the
+modelled clock this takes no time, because it is not part of a step. As meta tensors, under `torch.device("meta")`,
+parameters have shapes and no numbers, and a model of any size is made at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tplab.torch.ranks.rank import this_rank
 Draw = Callable[..., Tensor]
 """torch.rand or torch.randn"""
 CUTS, _MEANS = "_cuts_by_tplab", "_means_by_tplab"
-"""Where modules have what is noted in them."""
+"""The attributes for what is noted in a module and, for one that is later used without it, in the parameter."""
 
 
 def drawn_uniform(shape: Sequence[int], spec: P, bound: float) -> Tensor:
@@ -36,9 +36,9 @@ def drawn_normal(shape: Sequence[int], spec: P, deviation: float) -> Tensor:
 
 
 def drawn_piece(shape: Sequence[int], keep: Callable[[Tensor], Tensor], draw: Draw) -> Tensor:
-    """What `keep` makes of a whole parameter's first numbers, on the device where parameters are made."""
+    """`keep` of a whole parameter's initial numbers, on the device where parameters are made."""
     device = torch.empty(0).device
-    with no_dispatch():  # this is no operation of the program
+    with no_dispatch():  # not an operation of the program
         generator = next_generator()
         if device.type == "meta":
             return keep(torch.empty(tuple(shape)))
@@ -58,23 +58,31 @@ def piece_of(whole: Tensor, spec: P) -> Tensor:
 
 
 def note_cuts(module: nn.Module, axis: Axis, *names: str) -> None:
-    """Note in a module that the ranks of `axis` hold the other pieces of these parameters of its own, which may be
-    pieces already. A copy of the module knows it too, whatever tensors it is given."""
+    """Note in a module that the ranks of `axis` hold the other pieces of these parameters of its own, which may already
+    be pieces. Copies of the module inherit the note, whatever tensors they are given."""
     cuts: dict[str, tuple[Axis, ...]] = vars(module).setdefault(CUTS, {})
     for name in names:
         cuts[name] = (*cuts.get(name, ()), axis)
+        if (piece := module._parameters.get(name)) is not None:
+            vars(piece)[CUTS] = cuts[name]
+
+
+def cuts_of(parameter: Tensor) -> tuple[str, ...]:
+    """The axes along which ranks hold other pieces of a parameter, if its module noted them in this very tensor."""
+    return tuple(name for axis in vars(parameter).get(CUTS, ()) for name in this_rank().mesh.names(axis))
 
 
 def note_mean(module: nn.Module, axes: Sequence[str], name: str) -> None:
-    """Note in a module that the backward pass itself makes the gradient of this parameter the mean over these axes."""
+    """Note in a module that the backward pass itself averages the gradient of this parameter over these axes."""
     vars(module).setdefault(_MEANS, {})[name] = tuple(axes)
+    vars(module._parameters[name])[_MEANS] = tuple(axes)
 
 
 def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...]]:
-    """The axes along which ranks hold other pieces of a model's parameters, as far as its modules know.
+    """The axes along which ranks hold other pieces of a model's parameters, as noted in its modules.
 
-    Raises ValueError if a module has its piece no more, as where torch.nn.utils.parametrize makes it of others, unless
-    `is_told`: there are specs that say more.
+    Raises ValueError if a module no longer has its piece, for example because torch.nn.utils.parametrize makes it of
+    other parameters, unless `is_told`: the caller has specs.
     """
     found: dict[Tensor, tuple[str, ...]] = {}
     for path, module in model.named_modules():
@@ -83,8 +91,8 @@ def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...
             piece = module._parameters.get(name)
             if piece is None and not is_told and getattr(module, name, None) is not None:
                 raise ValueError(
-                    f"{name!r} of {type(module).__name__} {path!r} is a piece of a parameter, and is made of other "
-                    "parameters now, of which nothing says how they are cut: give specs, {name: P}"
+                    f"{name!r} of {type(module).__name__} {path!r} is a piece of a parameter, and is now computed "
+                    "from other parameters, whose cuts are unknown: give specs, {name: P}"
                 )
             if piece is not None:
                 names = (name for axis in axes for name in this_rank().mesh.names(axis))
@@ -93,10 +101,10 @@ def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...
 
 
 def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = True) -> Callable[[Tensor], Axis]:
-    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless one of these modules says that
-    it is cut along some of the axes; () if it is cut along all of them.
+    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless one of these modules or the
+    parameter itself says that it is cut along some of the axes; () if it is cut along all of them.
 
-    Raises ValueError where gradients are to be averaged along `axis`, and one is the mean there already.
+    Raises ValueError if gradients are to be averaged along `axis`, and one is already the mean there.
     """
     names = this_rank().mesh.names(axis)
     for path, module in (found for model in modules if are_averaged for found in model.named_modules()):
@@ -104,10 +112,13 @@ def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = Tru
             piece, both = module._parameters.get(name), [axis for axis in axes if axis in names]
             if both and piece is not None and piece.requires_grad:
                 raise mean_already(f"{name!r} of {type(module).__name__} {path!r}", both)
-    cuts = [axes_of_cuts(module, is_told=True) for module in modules]
-    cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}
+    known = {p: axes for module in modules for p, axes in axes_of_cuts(module, is_told=True).items()}
 
     def copies(parameter: Tensor) -> Axis:
-        return tuple(name for name in names if name not in cut[parameter]) if parameter in cut else axis
+        both = [axis for axis in vars(parameter).get(_MEANS, ()) if axis in names]
+        if both and are_averaged and parameter.requires_grad:
+            raise mean_already(f"a parameter {tuple(parameter.shape)}", both)
+        cut = known.get(parameter) or cuts_of(parameter)
+        return axis if set(cut).isdisjoint(names) else tuple(name for name in names if name not in cut)
 
     return copies

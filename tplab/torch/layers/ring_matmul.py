@@ -1,4 +1,4 @@
-"""Products beside hops: how the pieces of a ring meet a weight, forward and backward. Tensors are matrices here."""
+"""Products beside hops: how the pieces of a ring are multiplied with a weight, in both passes. Tensors are matrices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ring(NamedTuple):
         return 0 if self.by_tokens else 1
 
     def weight_of(self, weight: Tensor, piece: RingPiece) -> Tensor:
-        """The part of the weight that a piece is multiplied with (gather), or made with (scatter)."""
+        """The part of the weight that a piece is multiplied with (gather), or computed with (scatter)."""
         if self.by_tokens:
             return weight
         dim = 1 if self.mode == "gather" else 0
@@ -50,7 +50,7 @@ class Ring(NamedTuple):
         return weight.narrow(dim, piece.owner * self.size + piece.begin, piece.size)
 
     def unstacked(self, weight: Tensor) -> Tensor:
-        """The weight in the form of a blocking layer, put together from its pieces."""
+        """The weight in the form of a blocking layer, joined from its pieces."""
         if not self.is_stacked:
             return weight
         lanes = gather_lanes(axis_index(self.axis), axis_size(self.axis), self.size, self.direction)
@@ -58,12 +58,12 @@ class Ring(NamedTuple):
         return torch.cat([self.weight_of(weight, piece) for piece in pieces], 1 if self.mode == "gather" else 0)
 
     def tokens_of(self, whole: Tensor, piece: RingPiece) -> Tensor:
-        """The tokens that a piece covers, out of `whole`, which has those of all ranks."""
+        """The tokens that a piece covers, out of `whole`, which has the tokens of all ranks."""
         return whole.narrow(0, piece.owner * self.size + piece.begin, piece.size) if self.by_tokens else whole
 
 
 def _arrivals(x: Tensor, ring: Ring) -> Iterator[tuple[RingPiece, Tensor]]:
-    """Every rank's x, piece by piece, this rank's own first; while one is used, the next is on its way."""
+    """Every rank's x, piece by piece, this rank's own first; while one is used, the next one travels."""
     lanes = gather_lanes(axis_index(ring.axis), axis_size(ring.axis), ring.size, ring.direction)
     ways = {shift: lane for shift, lane in ((1, lanes.up), (-1, lanes.down)) if lane}
     flights = {shift: _sent(_part(x, lane[0], ring), ring, shift) for shift, lane in ways.items()}
@@ -79,7 +79,7 @@ def _arrivals(x: Tensor, ring: Ring) -> Iterator[tuple[RingPiece, Tensor]]:
 
 
 def _sums(part: Callable[[RingPiece], Tensor], ring: Ring, beside: Iterator[Any]) -> Tensor:
-    """The sum of what every rank's `part` makes for this rank; sums are on their way while the next part is made.
+    """The sum of every rank's `part` for this rank; sums travel while the next part is computed.
 
     beside   other work, done one step after each send
     """
@@ -114,7 +114,7 @@ def _part(x: Tensor, piece: RingPiece, ring: Ring) -> Tensor:
 
 
 def _add(arrived: Tensor, total: Tensor, ring: Ring) -> None:
-    """total += arrived, with a note in the trace that total holds the data of both."""
+    """total += arrived, marked in the trace as holding the data of both."""
     _check_arrived(arrived, total, ring)
     mine = total.detach()
     mark_sum(total.add_(arrived), arrived, mine)
@@ -131,7 +131,7 @@ def _product(a: Tensor, b: Tensor, into: Tensor, add: bool, bias: Tensor | None 
 
 
 class _RingProduct(torch.autograd.Function):
-    """What both keep for their backward passes."""
+    """The common part of both: what they keep for their backward passes."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -140,7 +140,7 @@ class _RingProduct(torch.autograd.Function):
 
 
 def blocking(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
-    """The same product of matrices, with one collective."""
+    """The same matrix product, with one collective."""
     whole = ring.unstacked(weight)
     if ring.mode == "gather":
         return F.linear(all_gather(x, ring.axis, ring.dim), whole, bias)
@@ -229,10 +229,10 @@ class MatmulReduceScatter(_RingProduct):
 def applied(
     function: type[torch.autograd.Function], x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, dim: int
 ) -> Tensor:
-    """The function on x as a matrix. The dim of tokens comes first, so that a piece of them is contiguous."""
+    """The function on x as a matrix. The token dim comes first, so that a piece of tokens is contiguous."""
     kind = x.device.type
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if is_cast and x.dtype is not torch.float64:  # as torch's own products do
+    if is_cast and x.dtype is not torch.float64:  # like torch's own products
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     front = x.movedim(dim, 0) if ring.by_tokens else x
@@ -244,7 +244,7 @@ def applied(
 
 
 def ring_of(mode: str, x: Tensor, weight: Tensor, axis: Axis, dim: int, direction: str) -> Ring:
-    """The ring of a call of one of the two functions. Raises ShapeError where sizes do not fit."""
+    """The ring for a call of one of the two functions. Raises ShapeError if sizes do not fit."""
     op = "all_gather_matmul" if mode == "gather" else "matmul_reduce_scatter"
     dim = dim_of(check_tensor(op, x), dim, op)
     one_of("direction", direction, DIRECTIONS)
@@ -266,5 +266,5 @@ def _check_arrived(arrived: Tensor, mine: Tensor, ring: Ring) -> None:
     if arrived.shape != mine.shape:
         raise ShapeError(
             f"the ranks of axis {ring.axis!r} have pieces of different shapes, as matrices {list(mine.shape)} here and "
-            f"{list(arrived.shape)} on another; give every rank as many tokens and features"
+            f"{list(arrived.shape)} on another; give every rank the same number of tokens and features"
         )

@@ -13,7 +13,7 @@ from tplab.experts.routing import Routing
 from tplab.mesh import Axis
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce, axis_size
-from tplab.torch.comm.regions import copy_to
+from tplab.torch.layers.linear import shared
 from tplab.torch.layers.parameters import drawn_uniform
 
 
@@ -32,15 +32,15 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses k of E experts for each token, by the rule of `routing`. Every rank holds all of it.
+    """Chooses k of E experts for each token, by the rule of `routing`. Every rank holds the whole router.
 
     x [..., D], T tokens   weight [E, D]   bias [E]   ->   Routed
     logits   x @ weight.T, in float32 at least    scores   softmax or sigmoid of them
     choices  the k largest of scores + bias       weights  scores[choices], normalized and scaled
     nothing is sent, forward or backward
 
-    bias      a buffer of zeros, added where experts are chosen and not where they are weighted: see `balanced_bias`
-    choices   given to forward, these are replayed: the weights are still this router's, and have its gradient
+    bias      a buffer of zeros, added where experts are chosen but not where they are weighted: see `balanced_bias`
+    choices   given to forward, these are replayed: the weights are still this router's, with its gradient
     sequence_axis   along which ranks share each sequence and count as one: the weight's gradient is added up over them
     """
 
@@ -56,8 +56,7 @@ class Router(nn.Module):
         rule = self.routing
         x = x.reshape(-1, self.width)
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight if self.sequence_axis is None else copy_to(self.weight, self.sequence_axis)
-        logits = F.linear(x.to(wide), weight.to(wide))
+        logits = F.linear(x.to(wide), shared(self.weight, self.sequence_axis).to(wide))
         scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
         if choices is None:
             choices = _with_room(_chosen(scores.detach() + self.bias, rule), rule)
@@ -72,7 +71,7 @@ class Router(nn.Module):
 
 
 def _chosen(scores: Tensor, rule: Routing) -> Tensor:
-    """The k experts with the highest scores, of the best groups alone; of equal ones the first. [T, E] -> [T, k]."""
+    """The k experts with the highest scores, from the best groups only; first ones win ties. [T, E] -> [T, k]."""
     if rule.top_groups < rule.groups:
         grouped = scores.unflatten(-1, (rule.groups, rule.group_size))
         of_group = grouped.topk(min(2, rule.group_size), -1).values.sum(-1)
@@ -83,7 +82,7 @@ def _chosen(scores: Tensor, rule: Routing) -> Tensor:
 
 
 def _with_room(choices: Tensor, rule: Routing) -> Tensor:
-    """The same choices, -1 where the expert has no room: first choices come first, and then the tokens in order."""
+    """The same choices, -1 where the expert has no room. First choices have priority, then earlier tokens."""
     if rule.capacity is None:
         return choices
     by_rank = choices.T.reshape(-1)
@@ -93,7 +92,7 @@ def _with_room(choices: Tensor, rule: Routing) -> Tensor:
 
 
 def chosen_counts(routed: Routed, axis: Axis | None = None) -> Tensor:
-    """How many choices fall on each expert [E], over all ranks of `axis` where one is given."""
+    """How many choices fall on each expert [E], over all ranks of `axis` if given."""
     choices, experts = routed.choices.reshape(-1), routed.scores.shape[-1]
     counts = F.one_hot(choices.clamp(min=0), experts).mul((choices >= 0)[:, None]).sum(0)
     return counts if axis is None else all_reduce(counts, axis)
@@ -107,14 +106,14 @@ def balance_loss(
     sequence_axis: Axis | None = None,
     sequence: int | None = None,
 ) -> Tensor:
-    """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
+    """E sum_e f_e p_e: 1 if tokens choose all experts equally, at most E/k if all choose the same k.
 
     over            "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
                     "global": those of all ranks along `axis`, which the other two do not accept
     sequence_axis   along which ranks share each sequence: what "microbatch" and "sequence" count is spread over them
-    An axis is an all_reduce of E numbers, for each sequence. p is the mean of this rank's scores, as probabilities. So
-    the mean of the ranks' losses is that of the whole batch.
-    Raises ValueError if an axis does not go with `over`. See tplab.experts.losses for the equations and their sources.
+    An axis costs an all_reduce of E numbers for each sequence. p is the mean of this rank's scores, as probabilities.
+    So the mean of the ranks' losses is the loss of the whole batch.
+    Raises ValueError if an axis does not fit `over`. See tplab.experts.losses for the equations and their sources.
     """
     tokens, experts = routed.scores.shape
     each, counted = check_balance(over, tokens, sequence, axis, sequence_axis)
@@ -135,7 +134,7 @@ def z_loss(routed: Routed) -> Tensor:
 def excess_load(routed: Routed, bias: Tensor) -> Tensor:
     """0 [], with a gradient of the bias [E]: E times how many more choices than the mean fall on each expert.
 
-    So what adds up gradients, over microbatches and ranks, adds up loads. bias -= rate * sign(gradient) is
+    So code that adds up gradients, over microbatches and ranks, adds up loads. bias -= rate * sign(gradient) is
     `balanced_bias`.
     """
     counts = chosen_counts(routed)
@@ -144,12 +143,12 @@ def excess_load(routed: Routed, bias: Tensor) -> Tensor:
 
 
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> Tensor:
-    """The next bias of a router: higher by `rate` for experts that were chosen less often than the mean, else lower.
+    """The next bias of a router: higher by `rate` for experts below the mean count, lower for those above it.
 
         router.bias = balanced_bias(router.bias, chosen_counts(routed, "ep"))     after each step
 
-    bias + rate * sign(mean(counts) - counts); counts [E] are of all ranks that train the router. It takes the place of
-    a balance loss, and changes no gradient. Wang et al. 2024 (arXiv:2408.15664); DeepSeek-V3 trains with it at 0.001.
+    bias + rate * sign(mean(counts) - counts); counts [E] are of all ranks that train the router. It replaces a balance
+    loss, and changes no gradient. Wang et al. 2024 (arXiv:2408.15664); DeepSeek-V3 trains with it at 0.001.
     """
     loads = counts.to(bias.dtype)
     return bias + rate * (loads.mean() - loads).sign()

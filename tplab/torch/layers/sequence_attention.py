@@ -1,14 +1,14 @@
 """Attention over a sequence that the ranks of an axis share: each has n = S/p of its tokens (context parallelism).
 
-Every query needs the keys and values of all tokens that it may see, which are on other ranks. There are three ways:
+Every query needs the keys and values of all tokens that it may see, some of them on other ranks. There are three ways:
 
     ring_attention     k and v travel around a ring; each rank adds up what its queries see, tile by tile
                        (Liu et al. 2023, "Ring attention with blockwise transformers")
     gather_attention   k and v are gathered (Llama 3, Dubey et al. 2024, section 3.3.2)
     head_attention     ranks exchange tokens for heads, and back (Jacobs et al. 2023, "DeepSpeed Ulysses")
 
-and `head_ring_attention` is both of the first and the last, on two axes. All compute the same; `tplab.sequence` says
-what each sends and keeps, and which rank computes which tile; `attention_by_tiles` computes a rank's.
+and `head_ring_attention` combines the first and the last, on two axes. All compute the same; `tplab.sequence` says what
+each sends and keeps, and which rank computes which tile; `attention_by_tiles` computes a rank's tiles.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def ring_attention(
 
     q [B, h, n, d]   k, v [B, g, n, d], of this rank's tokens   ->   o [B, h, n, d]; g divides h
     forward    p-1 hops of k and v, each beside the tile of scores of the k and v before it
-    backward   p-1 hops of k and v again, and p of dk and dv, the last of which takes them home; in float32 where k is
-               narrower
+    backward   p-1 hops of k and v again, and p of dk and dv, the last of which takes them home; in float32
+               if k is narrower
     layout     which tokens a rank has: "contiguous", "zigzag", "striped", or a TokenLayout
     causal, window, documents   which keys a query sees, as in AttentionMask; tiles in which it sees none are skipped
     scale      above 0; 1/sqrt(d) if None
-    dropout    only 0: any other is refused
+    dropout    only 0 is supported
     return_lse   (o, lse) instead of o: the log-sum-exp [B, h, n] of each query's scores, without a gradient
     Raises ShapeError where the shapes, the layout or the documents do not fit, ValueError for a scale of 0 or less,
     NotImplementedError for dropout.
@@ -87,7 +87,7 @@ def gather_attention(
     Shapes, arguments and errors are those of ring_attention.
     forward    all_gather of k and v, before anything is computed
     backward   all_gather of k and v once more, and reduce_scatter of dk and dv, in the dtype of k
-    memory     k and v of all S tokens while one of the passes runs; between them only this rank's
+    memory     k and v of all S tokens while one of the passes runs; between the passes only this rank's
     """
     factor = check_attention("gather_attention", q, k, v, scale, dropout)
     tokens, mask = layout_of(layout, q.shape[2], axis_size(axis)), AttentionMask(causal, window, documents)
@@ -185,7 +185,7 @@ def _by_heads(
 
 
 def _places(order: np.ndarray, like: Tensor) -> Tensor | None:
-    """An order of tokens, as a tensor; None where it changes nothing."""
+    """An order of tokens, as a tensor; None if it changes nothing."""
     return None if (order == np.arange(len(order))).all() else torch.tensor(order, device=like.device)
 
 
@@ -200,7 +200,7 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
 def token_positions(
     num_tokens: int, axis: Axis, *, layout: LayoutName = "contiguous", documents: Sequence[int] = ()
 ) -> Tensor:
-    """The positions [n] of the tokens that this rank of `axis` has of a whole sequence: ids[:, positions] are its ids.
+    """The positions [n] in a whole sequence of this rank's tokens along `axis`: ids[:, positions] are their ids.
 
     documents   lengths of packed documents: positions in the token's own document, as RoPE needs them
     """
@@ -211,7 +211,7 @@ def token_positions(
 def rope(x: Tensor, positions: Any, *, base: float = 10000.0) -> Tensor:
     """Rotary position embedding (Su et al. 2021), with the two halves of a head paired, as in Llama.
 
-    x [.., n, d], d even   positions [n]: those of this rank's tokens, as token_positions or TokenLayout gives them
+    x [.., n, d], d even   positions [n]: of this rank's tokens, from token_positions or TokenLayout
     ->   [.., n, d]
     y_i = x_i cos a_i - x_(i + d/2) sin a_i      y_(i + d/2) = x_(i + d/2) cos a_i + x_i sin a_i      i < d/2
     a_i = position base^(-2i/d)

@@ -1,7 +1,7 @@
-"""The vocabulary, spread over an axis of the mesh: the embedding, the head tied to it, and the loss on sharded logits.
+"""The vocabulary, sharded over an axis of the mesh: the embedding, the tied head, and the loss on sharded logits.
 
-Of V vocabulary entries each of R ranks has ceil(V / R), and the last ranks fewer: rank i has those from i * ceil(V / R)
-on. The logits are never gathered: the loss needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
+Of V vocabulary entries each of R ranks has ceil(V / R), the last ranks fewer: rank i has those from i * ceil(V / R) on.
+The logits are never gathered: the loss needs one maximum and two sums per token (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
     backward  dweight[id] += dy on the rank that has the entry                        nothing is sent
 
     logits    the head with the same weights ("tied"): x [..., D] -> [..., n], this rank's entries; through copy_to, so
-              the all_reduce is in its backward pass. The weight's gradient is that of both uses, and needs no sum
+              its all_reduce is in the backward pass. The weight's gradient covers both uses, and needs no sum
     sequence_dim   y, and the x of logits, are this rank's piece along that dim: reduce_scatter, all_gather
     V may be any number. Raises IndexError for an id outside the vocabulary. Weights are drawn from N(0, 1), as in
     nn.Embedding.
@@ -78,9 +78,9 @@ def vocab_parallel_cross_entropy(
     cost      an all_reduce of 1 number per token (m) and one of 2 (the first sum, z_t; 3 with label smoothing), where
               gathering the logits would send (R-1)/R V per token
 
-    No logit is too large, since exp is only taken of numbers up to 0. 16-bit logits are converted to float32, and the
-    loss is float32 then. Columns beyond the vocabulary, which pad the last ranks' logits, are ignored and get no
-    gradient. Raises IndexError for an id outside the vocabulary, ShapeError for logits of another width.
+    No logit is too large, because exp is only taken of numbers up to 0. 16-bit logits are converted to float32, as is
+    the loss. Columns beyond the vocabulary, which pad the last ranks' logits, are ignored and get no gradient. Raises
+    IndexError for an id outside the vocabulary, ShapeError for logits of another width.
     """
     begin, num_entries = entries_here(vocab_size, axis)
     _check_whole(ids)

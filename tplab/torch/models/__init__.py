@@ -1,1 +1,1 @@
-"""Models of these layers, other people's models sharded, and the unsharded models that they are compared with."""
+"""Models built of tplab's layers, `transformers` models sharded by a plan, and unsharded models to compare with."""

@@ -1,4 +1,4 @@
-"""What a sharded model of other people's draws in its forward pass: masks of dropout, and which layers to leave out."""
+"""Random draws in the forward pass of a `transformers` model that is sharded: dropout masks, and layers to skip."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tplab.torch.layers.draws import next_generator
 from tplab.torch.layers.dropout import dropout
 
 DRAWS = (F.dropout, F.scaled_dot_product_attention, torch.rand)
-"""What models draw with: masks, also inside the attention, and for LayerDrop one number a layer."""
+"""The functions that models draw with: masks, also inside attention, and for LayerDrop one number per layer."""
 
 
 class Chance(TorchFunctionMode):
-    """Outside the parallel regions, where every rank has the same tensors, a model draws the same on all ranks.
+    """Makes a model draw the same on all ranks outside the parallel regions, where every rank has the same tensors.
 
     data_axis   along which ranks have different data, and draw different numbers
 
-    From a column's entrance to a row's exit activations are sharded, and `is_inside`: each rank's own generator draws.
+    From a column's entrance to a row's exit, activations are sharded, and `is_inside`: each rank's generator draws.
     """
 
     def __init__(self, data_axis: Axis | None):
@@ -30,7 +30,7 @@ class Chance(TorchFunctionMode):
         self.data_axis, self.is_inside, self.depth = data_axis, False, 0
 
     def watch(self, model: nn.Module, names: list[str]) -> None:
-        """Be there while these modules compute, or any that they are in, also when a checkpoint computes them again."""
+        """Be active while these modules or any around them compute, also when a checkpoint computes them again."""
         parts = [name.split(".") for name in names]
         for name in sorted({".".join(one[:end]) for one in parts for end in range(len(one) + 1)}):
             model.get_submodule(name).register_forward_pre_hook(self._begin)

@@ -1,7 +1,7 @@
-"""A classifier whose linear layers overlap with their communication, or block: one model in two forms.
+"""A classifier whose linear layers are overlapped or blocking: one model in two forms.
 
 Between the layers each rank holds its share of the features, as in S. Lippe's tutorial on asynchronous linear layers:
-the input layer needs no communication, each block one gather and one scatter, the output layer one sum.
+the input layer needs no communication, each block a gather and a scatter, and the output layer a sum.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class ParallelMLPBlock(nn.Module):
 
     x [..., W/R]   ->   y [..., W/R]: this rank's features
     norm      RMSNorm of all W features: one all_reduce of 1 number per token
-    up        W -> H: the pieces of x are gathered        down   H -> W: the parts of y are scattered
+    up        W -> H: gathers the pieces of x        down   H -> W: scatters the parts of y
     overlap   True: AsyncLinear, R-1 hops beside R products. False: all_gather before up, reduce_scatter after down
     cost      (R-1)/R of all of x is gathered and the same is scattered, either way
-    One seed gives the same model either way. Raises ShapeError where R does not divide width and hidden.
+    One seed gives the same model in both forms. Raises ShapeError where R does not divide width and hidden.
     """
 
     def __init__(self, width: int, hidden: int, axis: Axis, *, overlap: bool = True, direction: Direction = "up"):
@@ -50,7 +50,7 @@ class ParallelClassifier(nn.Module):
     x [..., I], the same on every rank   ->   logits [..., C], the same on every rank
     input     each rank computes its own W/R features: nothing is sent
     blocks    ParallelMLPBlock(width, expansion * width), overlapped or blocking
-    output    each rank's features' part of the logits, summed by one all_reduce, which blocks
+    output    the part of the logits from each rank's features, summed by one blocking all_reduce
     """
 
     def __init__(

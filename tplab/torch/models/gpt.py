@@ -1,4 +1,4 @@
-"""A GPT of this package's layers. On a mesh whose axes have one rank it is the whole model."""
+"""A GPT of tplab's layers. On a mesh whose axes have one rank it is the whole model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class GPT(nn.Module):
                         reduce_scatters per block each way, of the same bytes (Korthikanti et al. 2022). R must divide S
     data_axis           along which ranks have different ids, and draw different dropout masks
     context_axis        along which ranks share each sequence: ids are those of this rank's tokens, in this `layout`
-                        (`tplab.sequence`), and attention sees the others' by this `scheme`: "ring", "gather" or "head"
+                        (`tplab.sequence`), and attention sees other ranks' by this `scheme`: "ring", "gather" or "head"
     expert_axis         along which ranks hold different experts, if the config has any, and have different ids; their
                         tokens travel by this `dispatch` (`ParallelExperts`)
 
-    `loss` is the mean cross-entropy, computed on the sharded logits; with experts, the logits come with their balance
-    losses, and `loss` has added these. `gpt_specs` says how the parameters lie on a mesh.
+    `loss` is the mean cross-entropy, computed on the sharded logits. With experts, a call returns their balance losses
+    with the logits, and `loss` includes these. `gpt_specs` says how the parameters are placed on a mesh.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class GPT(nn.Module):
         return _with(self.embedding.logits(self.norm(x[0])), *x[1:])
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of targets [B, S], the same on every rank of `axis`; -100 is not counted.
+        """The mean cross-entropy of targets [B, S], the same on every rank of `axis`; targets of -100 do not count.
 
-        Along the context axis each rank has its share: the mean over ranks is that over all tokens. Average gradients
-        along it, as along the data axis.
+        Along the context axis each rank has its share: the mean over ranks is the mean over all tokens. Average
+        gradients along it, as along the data axis.
         """
         logits = self(ids)
         logits, balance = logits if isinstance(logits, tuple) else (logits, 0.0)
@@ -95,7 +95,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), or the block's experts in place of the MLP.
+    """x + attention(norm(x)), then x + mlp(norm(x)); a block with experts uses these instead of the MLP.
 
     x [B, S, D]   ->   the same; from the first experts on, with the balance losses [] of all blocks so far
     """
@@ -123,8 +123,8 @@ class BlockExperts(nn.Module):
 
     x [B, S, D]   ->   y [B, S, D], and the balance loss [], times its factor
 
-    The ranks of the tensor axis hold features of every expert. They all have the same tokens; under sequence
-    parallelism each has its own, which they exchange.
+    The ranks of the tensor axis hold some features of every expert. They all have the same tokens; under sequence
+    parallelism each has its own tokens, and they exchange them.
     """
 
     def __init__(self, config: GPTConfig, experts: GPTExperts, spread: Spread):
@@ -162,16 +162,16 @@ class BlockExperts(nn.Module):
 
 
 def _with(x: Tensor, *balance: Tensor) -> Any:
-    """x, or a tuple of x and the balance losses, where there are any."""
+    """x, or a tuple of x and the balance losses if there are any."""
     return (x, *balance) if balance else x
 
 
-# --- what the whole model and its layers share -----------------------------------------------------------------------
+# --- shared by the whole model and its layers ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Along which axes the layers of a GPT are spread; the arguments are those of GPT. It makes the layers."""
+    """The axes over which the layers of a GPT are sharded; the arguments are those of GPT. It makes the layers."""
 
     axis: Axis
     sequence_parallel: bool
@@ -184,11 +184,11 @@ class Spread:
 
     @property
     def varies_along(self) -> Axis | None:
-        """Along which axes ranks have different tokens, so that they draw different dropout masks."""
+        """The axes along which ranks have different tokens, and so draw different dropout masks."""
         return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
 
     def counted_over(self, over: str) -> dict[str, Axis | None]:
-        """What `balance_loss` is given: the ranks among which are the tokens that it counts together."""
+        """The axis argument of `balance_loss`: the ranks whose tokens it counts together."""
         found = self.context_axis, self.axis if self.sequence_parallel else None
         if over == "global":
             return {"axis": _names(self.data_axis, self.expert_axis, *found)}
@@ -224,7 +224,7 @@ class Spread:
         )
 
     def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """A row of `weight` for the position of each token of ids [B, S]: [S, D], or this rank's piece of them."""
+        """The row of `weight` for the position of each token of ids [B, S]: [S, D], or this rank's piece of them."""
         num_ranks = 1 if self.context_axis is None else axis_size(self.context_axis)
         check_ids(ids.shape, len(weight), num_ranks)
         rows = weight[: ids.shape[1]]
@@ -244,13 +244,13 @@ class Spread:
 
 
 def _names(*axes: Axis | None) -> Axis | None:
-    """The names of all these axes, each once; None if there is none."""
+    """The names of all these axes, each once; None if there are none."""
     names = (name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis))
     return tuple(dict.fromkeys(names)) or None
 
 
 def draw_parameters(module: nn.Module, config: GPTConfig, spread: Spread, layer: int | None = None) -> None:
-    """Draw the weights of a GPT, or of one of its layers, from N(0, deviation): the same ones on any mesh."""
+    """Draw the weights of a GPT, or of one of its layers, from N(0, deviation): the same on any mesh."""
     about = gpt_parameters(config, spread.axis, spread.expert_axis)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -274,7 +274,7 @@ def gpt_layers(
     expert_axis: Axis = "ep",
     dispatch: str = "all_to_all",
 ) -> list[LayerSpec]:
-    """The layers of GPT(config, axis): num_layers + 2 of them, each of which is tensor-parallel along `axis`.
+    """The layers of GPT(config, axis): num_layers + 2 of them, each tensor-parallel along `axis`.
 
         layers = gpt_layers(config)
         stages = stages_of(layers, schedule)
@@ -297,7 +297,7 @@ def gpt_layers(
 
 
 class GPTEmbedding(nn.Module):
-    """ids [B, S]   ->   x [B, S, D]: the rows of the tokens and of the positions."""
+    """ids [B, S]   ->   x [B, S, D]: the sum of token and position embeddings."""
 
     def __init__(self, config: GPTConfig, spread: Spread):
         super().__init__()

@@ -1,7 +1,7 @@
 """`parallelize`: a `transformers` model, sharded by a plan, inside a rank's program.
 
-The linear layers, the embedding and the head are replaced by ones that hold this rank's piece of the same weights and
-know where to communicate. The rest of the model stays as it is, including its forward, loss and generate. Nothing here
+The linear layers, the embedding and the head are replaced by layers that hold this rank's piece of the same weights and
+communicate where needed. The rest of the model is unchanged, including its forward, loss and generate. Nothing here
 imports transformers: a model is recognised by its modules.
 """
 
@@ -31,7 +31,7 @@ from tplab.torch.ranks.rank import prepares, this_rank
 Cut = Callable[[Tensor, Layout], nn.Parameter]
 
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size")
-"""What attention modules count that is this rank's share afterwards: heads, and features of all heads."""
+"""Attributes of attention modules that become this rank's share: numbers of heads, and of features of all heads."""
 
 
 @prepares
@@ -40,15 +40,15 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model over `axis` (R ranks), in place, inside a rank's program; returns it.
 
-    plan    module name -> "column", "row", "vocab", "experts", "replicate", "local" or a FusedColumn, as
-            gpt2_plan(model) and llama_plan(model) give it. `*` stands for anything between two dots
+    plan    module name -> "column", "row", "vocab", "experts", "replicate", "local" or a FusedColumn, as returned by
+            gpt2_plan(model) and llama_plan(model). `*` matches anything between two dots
     memory  1/R of the parameters of columns, rows and vocabulary entries on each rank
-    cost    per block: 2 all_reduces of [B, S, D] forward and 2 backward, with experts one more in backward, of their
+    cost    per block: 2 all_reduces of [B, S, D] forward and 2 backward; with experts one more backward, of their
             weights; the embedding one forward, the head one backward
 
     gather_logits   True: logits [B, S, V] on every rank, and the model's own loss of them: an all_gather of all logits.
-                    False: logits [B, S, n], of this rank's n entries; the loss is `vocab_parallel_cross_entropy` of
-                    them: 3 numbers per token. `generate` gathers them in any case
+                    False: logits [B, S, n] of this rank's n entries, and `vocab_parallel_cross_entropy` as the loss: 3
+                    numbers per token. `generate` gathers the logits in any case
     dropout         outside the parallel regions, modules and functions draw one mask on all ranks of `axis`, from the
                     seed of the run; between columns and rows ("local", and the attention's own), where activations are
                     sharded, each rank's generator draws its own
@@ -63,13 +63,13 @@ def parallelize(
     shards: dict[int, nn.Parameter] = {}
 
     def cut(whole: Tensor, layout: Layout) -> nn.Parameter:
-        if id(whole) not in shards:  # a tied weight stays one parameter
+        if id(whole) not in shards:  # a tied weight remains one parameter
             piece = take(whole.detach(), layout, this_rank().mesh, this_rank().rank)
             piece = piece.clone(memory_format=torch.contiguous_format)
             shards[id(whole)] = nn.Parameter(piece, whole.requires_grad)
         return shards[id(whole)]
 
-    keep = [one.module for one in planned]  # so the tensors whose ids are in `shards` stay alive
+    keep = [one.module for one in planned]  # keeps the tensors alive whose ids are in `shards`
     heads: list[VocabHead] = []
     chance = Chance(data_axis)
     for parent in dict.fromkeys(one.parent for one in planned):
@@ -90,8 +90,8 @@ def parallelize(
 
 @torch.no_grad()
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The unsharded state of a model that `parallelize` has sharded, on every rank, with names and values as before,
-    bit for bit. It is a snapshot: a later optimizer step does not change it. All ranks must call it; each receives
+    """The unsharded state of a model that `parallelize` has sharded, on every rank, with the original names and, bit
+    for bit, values. It is a snapshot: a later optimizer step does not change it. All ranks must call it; each receives
     (R-1)/R of every sharded parameter."""
     rank = this_rank()
     layouts = known_layouts(model)
@@ -108,7 +108,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def known_layouts(model: nn.Module) -> dict[str, Layout]:
-    """How the parameters of a model lie on the mesh, by name, as far as its layers say so."""
+    """The layouts of a model's parameters on the mesh, by name, as far as its layers know them."""
     found: dict[str, Layout] = {}
     for name, module in model.named_modules():
         layouts: Callable[[], dict[str, Layout]] | None = getattr(module, "layouts", None)
@@ -132,7 +132,7 @@ class Column(nn.Module):
         self.bias = None if given.bias is None else cut(given.bias, self.layouts()["bias"])  # type: ignore[arg-type]
 
     def layouts(self) -> dict[str, Layout]:
-        """How its parameters lie on the mesh."""
+        """The layouts of its parameters on the mesh."""
         spec = P(None, self.axis) if self.is_transposed else P(self.axis)
         return {"weight": Layout(spec, self.parts), "bias": Layout(P(self.axis), self.parts)}
 
@@ -140,7 +140,7 @@ class Column(nn.Module):
         if x.shape[-1] != self.in_features:
             raise PlanError(
                 f"{self.name} is planned as a column, which takes all {self.in_features} features, but was given "
-                f"{x.shape[-1]}; plan the layer before it, whose output it takes, so that it gives them all"
+                f"{x.shape[-1]}; plan the layer before it so that its output has them all"
             )
         return F.linear(self.entrance(x), self.weight.T if self.is_transposed else self.weight, self.bias)
 
@@ -165,7 +165,7 @@ class Row(nn.Module):
         self.bias: nn.Parameter | None = given.bias  # type: ignore[assignment]
 
     def layouts(self) -> dict[str, Layout]:
-        """How its parameters lie on the mesh."""
+        """The layouts of its parameters on the mesh."""
         return {"weight": Layout(P(self.axis) if self.is_transposed else P(None, self.axis)), "bias": Layout()}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,18 +193,18 @@ class VocabEmbedding(VocabParallelEmbedding):
         self.weight = cut(given.weight, self.layouts()["weight"])
 
     def layouts(self) -> dict[str, Layout]:
-        """How its parameters lie on the mesh."""
+        """The layouts of its parameters on the mesh."""
         return {"weight": Layout(P(self.axis))}
 
     def forward(self, ids: Tensor) -> Tensor:
         y = super().forward(ids)
         if self.padding_idx is None:
             return y
-        return torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)  # it gets no gradient, as in nn's
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)  # no gradient, as in nn.Embedding
 
 
 class VocabHead(nn.Module):
-    """The head: x [..., D], the same on every rank -> logits [..., n] of this rank's entries, or gathered, [..., V]."""
+    """The head: x [..., D], the same on every rank -> logits [..., n] of this rank's entries; if gathered, [..., V]."""
 
     def __init__(self, given: nn.Linear, axis: Axis, cut: Cut, gather: bool):
         super().__init__()
@@ -218,7 +218,7 @@ class VocabHead(nn.Module):
         self.bias = None if given.bias is None else cut(given.bias, self.layouts()["bias"])
 
     def layouts(self) -> dict[str, Layout]:
-        """How its parameters lie on the mesh."""
+        """The layouts of its parameters on the mesh."""
         return {"weight": Layout(P(self.axis)), "bias": Layout(P(self.axis))}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -230,9 +230,9 @@ class VocabHead(nn.Module):
 
 
 class Entrance:
-    """The entrance for columns that share one input: it enters once, and its gradient is summed once for all of them.
+    """The shared entrance of columns with one input: x enters once, and its gradient is summed once for all of them.
 
-    Query, key and value are given one tensor; a separate copy_to for each would make three all_reduces.
+    Query, key and value receive the same tensor; a separate copy_to for each would need three all_reduces.
     """
 
     def __init__(self, axis: Axis, num_columns: int, chance: Chance):
@@ -247,7 +247,7 @@ class Entrance:
         if not is_known or self._entered.requires_grad != (x.requires_grad and torch.is_grad_enabled()):  # type: ignore
             self._x, self._entered, self._num_left = ref(x), copy_to(x, self.axis), self.num_columns
         entered, self._num_left = self._entered, self._num_left - 1
-        if self._num_left <= 0:  # all have it: no graph is kept between two steps
+        if self._num_left <= 0:  # all columns have it: no graph is kept between two steps
             self._x = self._entered = None
         return entered  # type: ignore[return-value]
 
@@ -260,7 +260,7 @@ class Entrance:
 
 
 def _rows(layout: Layout, dim: int, size: int, rank: int) -> list[range]:
-    """Which indices of a whole dim a rank holds."""
+    """The indices of a whole dim that a rank holds."""
     mesh, entry = this_rank().mesh, layout.spec[dim]
     return ranges(size, layout.parts, mesh.index(rank, entry), mesh.axis_size(entry))
 
@@ -290,7 +290,7 @@ def _shard_children(
             _replace(parent, child, heads[-1])
         elif one.kind == "experts":
             _share_experts(one.module, axis, cut)
-        elif columns and one.kind == "replicate":  # a norm of single heads: each rank uses it for its own heads
+        elif columns and one.kind == "replicate":  # a norm of single heads, used for this rank's heads
             for parameter in one.module.parameters():
                 parameter.register_hook(lambda gradient: all_reduce(gradient, axis))
     if columns and heads_in(parent) is not None:
@@ -301,8 +301,8 @@ def _shard_children(
 
 
 def _share_experts(experts: nn.Module, axis: Axis, cut: Cut) -> None:
-    """Leave a module that is called with x [T, D], choices [T, K] and weights [T, K], the same on every rank, its piece
-    of the experts. It is then called with the rows of x that chose them, one choice each; the outputs are added up."""
+    """Shard a module that is called with x [T, D], choices [T, K] and weights [T, K], the same on every rank: it keeps
+    this rank's experts, is called with the rows of x that chose them, one choice each, and the outputs are added up."""
     place, layout = this_rank().place(axis), Layout(P(axis))
     here, compute = experts_in(experts) // len(place.group), experts.forward
     for name, whole in list(experts.named_parameters()):
@@ -321,7 +321,7 @@ def _share_experts(experts: nn.Module, axis: Axis, cut: Cut) -> None:
 
 
 def _replace(parent: nn.Module, child: str, module: nn.Module) -> None:
-    """Replace a child by `module`, in the child's mode: new modules begin in training mode, where dropout is active."""
+    """Replace a child by `module`, in the child's mode: new modules are in training mode, where dropout is active."""
     module.train(getattr(parent, child).training)
     setattr(parent, child, module)
 
@@ -340,7 +340,7 @@ def _check_one_loss(model: nn.Module, heads: list[str]) -> None:
 
 
 def _compute_loss_on_shards(model: nn.Module, head: VocabHead, axis: Axis) -> None:
-    """Make the model compute its loss on logits that stay sharded, and gather them in `generate`."""
+    """Make the model compute its loss on sharded logits, and gather them in `generate`."""
 
     def loss_function(
         logits: Tensor,
@@ -351,7 +351,7 @@ def _compute_loss_on_shards(model: nn.Module, head: VocabHead, axis: Axis) -> No
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The same as transformers' ForCausalLMLoss: the token at each position is predicted from those before it."""
+        """The same as transformers' ForCausalLMLoss: each position predicts the next token."""
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

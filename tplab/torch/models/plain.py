@@ -1,4 +1,4 @@
-"""The GPT in torch's own layers, unsharded: the sharded one is compared with it, and DTensor can shard it."""
+"""The GPT in torch's own layers, unsharded: a reference for the sharded one, and a model for DTensor to shard."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tplab.pipeline.layer_spec import LayerSpec
 class PlainGPT(nn.Module):
     """ids [B, S]   ->   logits [B, S, V]: GPT(config) on one rank, without tplab; parameters have the same names.
 
-    The head is a module with the embedding's weight. It is only for a GPT like GPT-2: LayerNorm, GeLU by its tanh
-    formula, biases, a key for each query head; no dropout.
+    The head is a module with the embedding's weight. It only covers a GPT like GPT-2: LayerNorm, GeLU by its tanh
+    formula, biases, as many key heads as query heads; no dropout.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         kind = config.norm, config.activation, config.bias, config.num_kv_heads in (None, config.num_heads)
         if kind != ("layer", "gelu_tanh", True, True):
-            raise ShapeError(f"PlainGPT is for models as GPT-2 is, with GPTConfig's defaults, not for {config}")
+            raise ShapeError(f"PlainGPT is for models like GPT-2, with GPTConfig's defaults, not for {config}")
         width = config.width
         self.config = config
         self.embedding, self.positions = nn.Embedding(config.vocab_size, width), nn.Embedding(config.context, width)
@@ -34,7 +34,7 @@ class PlainGPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def load(self, state: Mapping[str, Tensor]) -> PlainGPT:
-        """Load the whole state of a GPT; returns itself."""
+        """Load the whole state of a GPT. Returns self."""
         self.load_state_dict({**state, "head.weight": state["embedding.weight"]})
         return self
 
@@ -45,7 +45,7 @@ class PlainGPT(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of targets [B, S]; -100 is not counted."""
+        """The mean cross-entropy of targets [B, S]; targets of -100 do not count."""
         return token_loss(self(ids), targets)
 
 
@@ -63,7 +63,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """y = output(softmax(q k^T / sqrt(d)) v) of the heads that query gives: all of them, or a rank's."""
+    """y = output(softmax(q k^T / sqrt(d)) v) of the heads in query's output: all heads, or a rank's."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -94,13 +94,13 @@ class PlainMLP(nn.Module):
 
 
 def plain_layers(config: GPTConfig) -> list[LayerSpec]:
-    """A GPT like PlainGPT as a list of num_layers + 3 layers, for `stages_of` to cut into the stages of a pipeline.
+    """A GPT like PlainGPT as a list of num_layers + 3 layers, which `stages_of` can cut into pipeline stages.
 
         stages = stages_of(plain_layers(config), schedule)
 
     layer 0              ids [B, S] -> x [B, S, D]       embedding, without positions
     layers 1 to L        x -> x                          blocks
-    layers L + 1, L + 2  x -> logits [B, S, V]           norm; head, with a weight of its own
+    layers L + 1, L + 2  x -> logits [B, S, V]           norm; head, with its own weight
     """
     block, norm = LayerSpec(PlainBlock, config), LayerSpec(nn.LayerNorm, config.width)
     head = LayerSpec(nn.Linear, config.width, config.vocab_size, bias=False)
@@ -108,5 +108,5 @@ def plain_layers(config: GPTConfig) -> list[LayerSpec]:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of logits [B, S, V] and targets [B, S] over all tokens; -100 is not counted."""
+    """The mean cross-entropy of logits [B, S, V] and targets [B, S] over all tokens; targets of -100 do not count."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

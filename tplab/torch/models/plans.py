@@ -1,7 +1,7 @@
 """Plans: how each layer of a model is sharded, and whether the plan as a whole can be right.
 
-A plan maps the names of modules to how they are sharded. It is checked before anything is changed: what is refused here
-would run, and compute something else.
+A plan maps names of modules to how they are sharded. It is checked before anything is changed: a plan that is refused
+here would run, and compute something else.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class FusedColumn:
-    """A column-parallel layer with several parts in one weight, each of which is sharded by itself.
+    """A column-parallel layer with several parts in one weight, each of which is sharded separately.
 
-    parts   how many of equal size, such as 3 for GPT-2's query, key and value; or the size of each
+    parts   the number of parts of equal size, such as 3 for GPT-2's query, key and value; or the size of each
     """
 
     parts: int | tuple[int, ...]
 
     def sizes(self, num_features: int) -> tuple[int, ...]:
-        """The number of features of each part. Raises PlanError where they do not add up to those of the layer."""
+        """The number of features of each part. Raises PlanError if they do not add up to the features of the layer."""
         given = (self.parts,) if isinstance(self.parts, int) else self.parts
         if not given or not all(isinstance(size, int) and size > 0 for size in given):
             raise PlanError(f"{self} has no such parts: give how many there are, or the size of each, all above 0")
@@ -66,8 +66,8 @@ class Planned:
 def gpt2_plan(model: nn.Module) -> dict[str, Kind]:
     """The plan for a `transformers` GPT-2: whole heads, the MLP's hidden features and the vocabulary are sharded.
 
-    c_attn holds query, key and value side by side, and each is cut by itself; c_proj adds up. Norms and positions are
-    replicated. The head is tied to the embedding, and stays so.
+    c_attn holds query, key and value side by side, and each is cut separately; c_proj adds up. Norms and positions are
+    replicated. The head remains tied to the embedding.
     """
     base = "transformer." if hasattr(model, "transformer") else ""
     block = f"{base}h.*."
@@ -90,11 +90,11 @@ def gpt2_plan(model: nn.Module) -> dict[str, Kind]:
 
 
 def llama_plan(model: nn.Module) -> dict[str, Kind]:
-    """The plan for a `transformers` Llama, and for models built alike: Mistral, Qwen; Mixtral, Qwen3-MoE, DeepSeek-V3.
+    """The plan for a `transformers` Llama or a similar model: Mistral, Qwen; Mixtral, Qwen3-MoE, DeepSeek-V3.
 
     Query, key and value heads are sharded whole, also with grouped queries. Gate and up are sharded together, and down
-    adds up; of experts each rank has some, whole. Norms and routers are replicated, including norms of single heads
-    inside the attention (Qwen3). So is all of a latent attention (DeepSeek's), whose heads share what keys come from.
+    adds up; each rank has some of the experts, whole. Norms and routers are replicated, including norms of single heads
+    in the attention (Qwen3). So is a latent attention (DeepSeek), whose heads share the source of their keys.
     """
     base = "model." if hasattr(model, "model") else ""
     block = f"{base}layers.*."
@@ -138,12 +138,12 @@ def llama_plan(model: nn.Module) -> dict[str, Kind]:
 def bind(model: nn.Module, plan: Plan, num_ranks: int, label: str) -> list[Planned]:
     """How each module of the model is sharded. Raises PlanError for a plan that cannot be right.
 
-    `*` in a name stands for anything between two dots. Every module that holds parameters must be named once.
+    `*` in a name matches anything between two dots. Every module that holds parameters must be named once.
     """
     if not isinstance(plan, Mapping):
         raise PlanError(
-            f"the plan is of type {type(plan).__name__}; it must be a dict of module names and what becomes of them, "
-            "as gpt2_plan(model) gives it"
+            f"the plan is of type {type(plan).__name__}; it must be a dict from module names to how they are sharded, "
+            "as gpt2_plan(model) returns it"
         )
     modules = dict(model.named_modules())
     found: dict[str, tuple[str, Kind]] = {}
@@ -181,20 +181,20 @@ def features_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, which can be recognised without an import."""
+    """Whether a module is transformers' Conv1D, recognised without an import."""
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
 def heads_in(parent: nn.Module) -> int | None:
-    """The number of features of one head, where the module is an attention."""
+    """The number of features of one head if the module is an attention, else None."""
     width = getattr(parent, "head_dim", None)
     return width if isinstance(width, int) else None
 
 
 def experts_in(module: nn.Module) -> int:
-    """How many experts a module holds, one in each row of its parameters; 0 for any other module."""
+    """The number of experts in a module with one row per expert in each parameter; 0 for any other module."""
     count, shapes = getattr(module, "num_experts", 0), [p.shape for p in module.parameters()]
-    has_matrices = any(len(shape) == 3 for shape in shapes)  # a router has one row for each
+    has_matrices = any(len(shape) == 3 for shape in shapes)  # a router also has one row per expert
     return count if has_matrices and all(len(shape) > 1 and shape[0] == count for shape in shapes) else 0
 
 
@@ -202,7 +202,7 @@ def experts_in(module: nn.Module) -> int:
 
 
 def _planned(name: str, module: nn.Module, kind: Kind) -> Planned:
-    """The module with its kind, if the kind is possible for it."""
+    """The module with its kind. Raises PlanError if the kind is impossible for it."""
     if isinstance(kind, FusedColumn):
         features = features_of(module)
         if features is None:
@@ -253,7 +253,7 @@ def _check_tied(planned: list[Planned]) -> None:
 
 
 def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None:
-    """Check that a parent has both columns and a row, or neither: a row takes the features that columns give."""
+    """Check that a parent has both columns and a row, or neither: a row takes the features that columns return."""
     linear = [one for one in inside if features_of(one.module) and one.kind != "vocab"]
     columns = [one for one in linear if one.kind == "column"]
     rows = [one for one in linear if one.kind == "row"]
@@ -290,11 +290,11 @@ def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None
 
 
 def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned, is_last: bool) -> None:
-    """Check that the features that the columns give are those that the row takes, with every part cut alike.
+    """Check that the row takes the features that the columns return, with every part cut alike.
 
-    The outputs of the columns of one parent are combined: gate and up are multiplied, each query head asks its key
-    head. A rank must hold the same features of each, so each part must be as large as what the row takes. Only the keys
-    and values of an attention may be narrower, both by the same factor: grouped queries.
+    The outputs of the columns of one parent are combined: gate and up are multiplied, each query head is compared with
+    its key head. A rank must hold the same features of each, so each part must be as large as the row's input. Only the
+    keys and values of an attention may be narrower, both by the same factor: grouped queries.
     """
     taken = features_of(row.module)[0]  # type: ignore[index]
     parts: dict[str, tuple[int, ...]] = {
@@ -332,8 +332,8 @@ def _check_joint(parent: nn.Module, columns: list[Planned], row: Planned, is_las
 def _check_copies(planned: list[Planned], modules: Mapping[str, nn.Module]) -> None:
     """Check that no parameter used with sharded activations is a copy, and that "local" dropout is only used with them.
 
-    The children of a module with columns are assumed to meet sharded activations. So are parameters that an attention
-    holds itself or deeper inside, where they fit one head or one number: others would not fit what a rank holds.
+    The children of a module with columns are assumed to work on sharded activations. So are parameters that an
+    attention holds at any depth, if they fit one head or one number: others would not fit a rank's features.
     """
     regions = {one.parent for one in planned if one.kind == "column"}
     for one in planned:
@@ -397,7 +397,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _pattern(name: str) -> str:
-    """The name, with a star for each number: transformer.h.*.ln_1"""
+    """The name with a star for each number: transformer.h.*.ln_1"""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -410,7 +410,7 @@ def _nothing_matches(model: nn.Module, pattern: str, modules: Mapping[str, nn.Mo
             )
     known = list(dict.fromkeys(_pattern(name) for name in modules if name))
     near = get_close_matches(pattern, known, 3, 0.4) or known[:3]
-    return f"{pattern!r} matches no module of {type(model).__name__}; near it are {', '.join(map(repr, near))}"
+    return f"{pattern!r} matches no module of {type(model).__name__}; similar names are {', '.join(map(repr, near))}"
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -425,6 +425,6 @@ def _check_family(model: nn.Module, plan: Plan, family: str, function: str) -> N
     missing = [pattern for pattern in plan if not any(_matches(pattern, name) for name in names)]
     if missing:
         raise PlanError(
-            f"{function} is for models built as {family} is, and {type(model).__name__} has no "
+            f"{function} is for models built like {family}, and {type(model).__name__} has no "
             f"{', '.join(map(repr, missing))}; write a plan for it: module name -> {', '.join(map(repr, KINDS))}"
         )

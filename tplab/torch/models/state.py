@@ -1,7 +1,7 @@
-"""The state of a model, whole or one piece per rank; written to files and read from them, for any mesh.
+"""The state of a model, whole or one piece per rank; written to files and read from them for any mesh.
 
-The files are safetensors: one file for the whole state, or one per rank. Files can be read for another mesh: what 4
-ranks have saved, 2 ranks can load. Bits are only moved, never changed.
+The files are safetensors: one file for the whole state, or one per rank. Files of one mesh can be read for another: 2
+ranks can load what 4 ranks have saved. Bits are only moved, never changed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ State = Mapping[str, Tensor]
 
 
 def split_state(state: State, specs: Mapping[str, P], mesh: Mesh) -> list[dict[str, Tensor]]:
-    """What each rank of `mesh` holds of a whole state: model.load_state_dict(split_state(...)[rank]).
+    """Each rank's piece of a whole state: model.load_state_dict(split_state(...)[rank]).
 
-    state   name -> whole tensor        specs   name -> P, as gpt_specs gives them
+    state   name -> whole tensor        specs   name -> P, as gpt_specs returns them
     A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), of which the last are smaller.
-    The pieces have memory of their own. Raises SpecError where the names of state and specs differ.
+    The pieces have their own memory. Raises SpecError where the names of state and specs differ.
     """
     pieces = pure.split_state(_detached(state), specs, mesh)
     return [{n: x.clone(memory_format=torch.contiguous_format) for n, x in piece.items()} for piece in pieces]
 
 
 def merge_state(states: Sequence[State], specs: Mapping[str, P], mesh: Mesh) -> dict[str, Tensor]:
-    """The whole state, of which each rank of `mesh` holds a piece: the reverse of split_state, bit for bit.
+    """The whole state from the pieces of the ranks of `mesh`: the reverse of split_state, bit for bit.
 
-    states   one per rank, as run(...).per_rank gives them. Where ranks hold copies, the lowest rank's is used
+    states   one per rank, as in run(...).per_rank. Where ranks hold copies, the lowest rank's is used
     Raises ShapeError where the number of states is not the number of ranks, SpecError where names differ.
     """
     return pure.merge_state([_detached(state) for state in states], specs, mesh, torch.cat)
@@ -51,7 +51,7 @@ def save_state(state: State, path: str | Path) -> None:
     for name, x in _detached(state).items():
         x = x.contiguous()
         memory = x.untyped_storage().data_ptr()
-        written[name] = x.clone() if memory in met else x  # safetensors refuses two names for one piece of memory
+        written[name] = x.clone() if memory in met else x  # safetensors refuses two names for the same memory
         met.add(memory)
     save_file(written, str(path))
 
@@ -72,7 +72,7 @@ def save_shards(states: Sequence[State], mesh: Mesh, folder: str | Path) -> None
 
 
 def load_shards(folder: str | Path, specs: Mapping[str, P], saved_on: Mesh, mesh: Mesh) -> list[dict[str, Tensor]]:
-    """Read the files that ranks of the mesh `saved_on` have written, as the states of the ranks of `mesh`."""
+    """Read the files written by the ranks of the mesh `saved_on`, as the states of the ranks of `mesh`."""
     states = [load_state(path) for path in pure.shard_paths(folder, saved_on.size, must_exist=True)]
     return states if mesh == saved_on else split_state(merge_state(states, specs, saved_on), specs, mesh)
 

@@ -1,4 +1,4 @@
-"""Copies of parameters on several ranks: their gradients are added up, or averaged, before the optimizer's step."""
+"""Copies of parameters on several ranks: their gradients are added up or averaged before the optimizer's step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def at_end_of_pass(then: Callable[[], None]) -> Callable[[], object]:
-    """Call `then` when the current backward pass is over; in `train_batch`, when those of the whole batch are.
+    """Call `then` at the end of the current backward pass; in `train_batch`, after the backward passes of the batch.
 
-    Returns what is None once it will not be called any more: a pass that raises has no end.
+    Returns a function that returns None once `then` will not be called any more: a pass that raises has no end.
     """
     waiting, call = this_rank().after_batch, partial(then)
     if waiting is None:
@@ -45,14 +45,14 @@ class _Copies(NamedTuple):
 
 
 class GradientSync:
-    """What is done to gradients after the backward passes of a batch.
+    """The processing of gradients after the backward passes of a batch.
 
-    Over `data_axis` they are averaged, stage by stage; experts, of which its ranks hold different ones, over those that
-    have copies, and divided by the number of all. Then those of copies along `axis` are added up: each rank that
+    Over `data_axis` they are averaged, stage by stage. Experts, of which those ranks hold different ones, are added up
+    over their copies and divided by the number of all ranks. Then copies along `axis` are added up: each rank that
     holds one sends its part to the others, and adds all parts in the order of ranks, so that copies stay equal to the
-    last bit. At the end all are added to `.grad`, and the parameters' post-accumulate-grad hooks are called. A
-    parameter with such hooks that needs nothing from other ranks does not wait for the end: `leaving` calls them as
-    soon as the last backward pass of its stage has computed its gradient.
+    last bit. At the end all are added to `.grad`, and the parameters' post-accumulate-grad hooks are called. If a
+    parameter with such hooks needs nothing from other ranks, `leaving` calls them once the last backward pass of its
+    stage has computed the gradient.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GradientSync:
         self._index = this_rank().place(axis).index
         self._copies = list(self._find(placement, tied))
         self._reduced: set[int] = set()
-        self._gone: set[nn.Parameter] = set()  # those that already have their gradients
+        self._gone: set[nn.Parameter] = set()  # parameters that already have their gradients
         copied = {place for copies in self._copies for place in copies.here}
         self._alone = {
             n: [] if data_axis is not None else [p for name, p in names.items() if (n, name) not in copied]
@@ -72,7 +72,7 @@ class GradientSync:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Use around a batch: functions passed to `at_end_of_pass` meanwhile are called when it is over."""
+        """A context around a batch: functions that are passed to `at_end_of_pass` inside are called at its end."""
         rank, waiting = this_rank(), list[Callable[[], None]]()
         rank.after_batch = waiting
         try:
@@ -87,15 +87,15 @@ class GradientSync:
 
     @contextmanager
     def leaving(self, stage: int, gradients: Gradients, in_one: bool) -> Iterator[None]:
-        """While the last backward pass of a stage runs, each gradient goes to `.grad` as soon as it is complete.
+        """A context for the last backward pass of a stage, in which each gradient goes to `.grad` once it is complete.
 
-        in_one   whether each parameter's gradient comes in one piece: not where W adds up several products
+        in_one   whether each parameter's gradient comes in one piece: not if W adds up several products
         """
 
         def arrived(parameter: nn.Parameter, grad: Tensor) -> Tensor:
             before = gradients.pop(parameter, None)
             self._give(parameter, grad if before is None else before + grad)
-            return grad.new_zeros(()).expand_as(grad)  # the pass keeps this to its end, instead of the gradient
+            return grad.new_zeros(()).expand_as(grad)  # the pass keeps this until it ends, instead of the gradient
 
         alone = [p for p in self._alone[stage] if p.requires_grad and post_accumulate_hooks(p)]
         once = self._stages[stage].in_one_section() if in_one else ()
@@ -141,7 +141,7 @@ class GradientSync:
                     send(part, self._axis, holder)
         for part, copies in zip(parts, self._copies):
             total = None
-            for holder in copies.holders:  # in the same order on all of them
+            for holder in copies.holders:  # the same order on all of them
                 term = part if holder == self._index else receive(self._axis, holder)
                 assert isinstance(term, Tensor)
                 if term.shape != part.shape:
@@ -177,7 +177,7 @@ class GradientSync:
         return total.detach()
 
     def _find(self, placement: Placement, tied: Tied) -> Iterator[_Copies]:
-        """What this rank has copies of: parameters tied by name, then those of stages that several ranks hold."""
+        """This rank's copies: of parameters tied by name, then of stages that several ranks hold."""
         ranks_of = {n: [r for r, held in enumerate(placement) if n in held] for held in placement for n in held}
         in_a_tie = set()
         check_tied(tied, 1 + max(ranks_of))
@@ -201,8 +201,8 @@ def _call_hooks(parameter: nn.Parameter) -> None:
 
 
 def _own(grad: Tensor, given: set[int]) -> Tensor:
-    """A gradient that nothing else writes to. `given` are the storages of those before it: autograd gives one tensor to
-    several parameters, as where they are added up."""
+    """A gradient that nothing else writes to. `given` has the storages of those before it: autograd may give one tensor
+    to several parameters, as where they are added up."""
     is_free = base_of(grad) is None and grad.is_contiguous() and storage_id(grad.untyped_storage()) not in given
     given.add(storage_id(grad.untyped_storage()))
     return grad.detach() if is_free else grad.detach().clone()

@@ -1,4 +1,4 @@
-"""One forward pass through some layers, with its graph: ready for B, or for I and then W."""
+"""One forward pass through some layers, and its graph: ready for B, or for I and then W."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Tensors = tuple[Tensor, ...]
 class Graph:
     """The graph of `function(*inputs)`, without the data of its outputs.
 
-    Gradients are passed and returned for the floating-point tensors only, in their order.
+    Gradients are passed and returned only for floating-point tensors, in order.
     """
 
     @classmethod
     def of(
         cls, function: Callable[..., Tensors], parameters: list[nn.Parameter], wants_grads: bool, inputs: Tensors
     ) -> tuple[Graph, Tensors]:
-        """The graph, and the outputs. `wants_grads`: whether the inputs' gradients will be asked for."""
+        """The graph, and the outputs. `wants_grads`: whether gradients of the inputs will be needed."""
         saved = Saved()
         with torch.enable_grad(), saved.hooks():
             entered = tuple(_enter(x) if wants_grads and has_gradient(x) else x.detach() for x in inputs)
@@ -40,8 +40,8 @@ class Graph:
         self._split: Split | None = None
         self._roots: list[tuple[int, GradientEdge]] = []
         entered = [x for x in inputs if x.requires_grad]
-        self._inputs = [get_gradient_edge(x) for x in entered]  # now: a layer may write to its input
-        self._like = [(x.shape, x.dtype, x.device) for x in entered]  # for a gradient that is zero
+        self._inputs = [get_gradient_edge(x) for x in entered]  # made now, because a layer may write to its input
+        self._like = [(x.shape, x.dtype, x.device) for x in entered]  # for zero gradients
 
     def _end(self, outputs: Tensors) -> None:
         with_gradient = [x for x in outputs if has_gradient(x)]
@@ -58,7 +58,7 @@ class Graph:
         return self._filled(found[:after]), gradients
 
     def input_grads(self, grads: Tensors) -> Tensors:
-        """I: the gradients of the inputs. It keeps what W needs: the inputs of the layers with weights, and the
+        """I: the gradients of the inputs. What W needs is kept: the inputs of the layers with weights, and the
         gradients that arrive at their outputs."""
         edges, given = self._start(grads)
         self._split = split(edges, self._inputs, self._parameters)
@@ -75,7 +75,7 @@ class Graph:
         return gradients
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that is kept."""
+        """All tensors that are kept."""
         yield from self._saved.tensors()
         if self._split is not None:
             yield from self._split.tensors()
@@ -84,7 +84,7 @@ class Graph:
         return [edge for _, edge in self._roots], [grads[place] for place, _ in self._roots]
 
     def _filled(self, found: Any) -> Tensors:
-        """The gradients, with zeros for inputs that nothing depends on."""
+        """The gradients, with zeros for inputs that no output depends on."""
         grads = [*found] + [None] * (len(self._like) - len(found))
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
@@ -97,19 +97,19 @@ class Graph:
 
 
 def has_gradient(x: Tensor) -> bool:
-    """Whether a gradient can flow through such a tensor: token numbers and masks have none."""
+    """Whether such a tensor can have a gradient: token ids and masks cannot."""
     return x.is_floating_point() or x.is_complex()
 
 
 def add_gradients(total: Gradients, more: Gradients) -> None:
-    """Add gradients to the existing ones, never in place: something else may hold the tensors."""
+    """Add gradients to the existing ones, never in place: the tensors may be in use elsewhere."""
     for parameter, grad in more.items():
         total[parameter] = total[parameter] + grad if parameter in total else grad
     count_as("gradients", [total[parameter] for parameter in more])
 
 
 class _Enter(torch.autograd.Function):
-    """x, where a graph begins. A graph would keep a leaf to the end, even where nothing has saved it."""
+    """x, where a graph begins. The graph would keep a leaf to the end, even if nothing has saved it."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, x: Tensor) -> Tensor:
@@ -131,19 +131,19 @@ _fields: dict[type, tuple[str, ...]] = {}
 
 
 class Saved:
-    """The tensors that the nodes of one graph have saved. The graph holds numbers, and this object the tensors.
+    """The tensors that the nodes of one graph have saved. The graph refers to them by numbers; they are kept here.
 
-    Autograd frees what a node has saved once the node has run, or frees nothing (`retain_graph`). Between I and W some
-    of it is needed and some is not. So the tensors are kept here, and `keep_only` frees the rest.
+    Autograd frees what a node has saved once the node has run, or frees nothing (`retain_graph`). Between I and W only
+    some is needed: `keep_only` frees the rest.
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, int, object]] = {}  # and the version each one had, and its token
+        self._tensors: dict[int, tuple[Tensor, int, object]] = {}  # with the version that each one had, and its token
         self._num_saved = 0
         self._read: set[int] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """Within this, what autograd saves is kept here."""
+        """Hooks under which the tensors that autograd saves are kept here."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def tensors(self) -> list[Tensor]:
@@ -163,7 +163,7 @@ class Saved:
     def _pack(self, x: Tensor) -> int:
         key = self._num_saved
         self._num_saved = key + 1
-        kept = x.detach()  # the graph would keep itself alive through its own output
+        kept = x.detach()  # with its own output, the graph would keep itself alive
         self._tensors[key] = kept, version_of(x), hold(x)
         return key
 
@@ -180,7 +180,7 @@ class Saved:
 
 
 def read_saved(node: Node) -> None:
-    """Read everything that a node has saved: what is read goes through the hooks."""
+    """Read everything that a node has saved, which passes it through the hooks."""
     kind = type(node)
     fields = _fields.get(kind)
     if fields is None:
@@ -191,7 +191,7 @@ def read_saved(node: Node) -> None:
 
 
 def bytes_of(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
-    """The bytes of memory that these tensors occupy, each piece once, without the memory that `others` occupy."""
+    """The bytes of memory that these tensors occupy, each piece once, except the memory of `others`."""
     apart = {storage_id(x.untyped_storage()) for x in others}
     storages = {key: storage for x in tensors if (key := storage_id(storage := x.untyped_storage())) not in apart}
     return sum(storage.nbytes() for storage in storages.values())

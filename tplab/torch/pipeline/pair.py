@@ -1,4 +1,4 @@
-"""A forward and a backward pass of one rank at once: what one of them sends travels while the other computes."""
+"""A forward and a backward pass of one rank at once: the messages of one travel while the other computes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from tplab.torch.ranks.world import inherited_state
 
 
 class Pair:
-    """A forward pass beside the backward pass that `run` is given. Each begins a collective, lets the other go on, and
-    waits for the result when that one has begun its next or has ended. So both are computed one after the other, as
-    one chip does it, and their messages travel while the other computes, unless the network is busy. Whole numbers,
-    such as counts of rows, are waited for at once: they are few bytes, and only a forward pass sends them.
+    """A forward pass that runs beside the backward pass given to `run`. Each pass starts a collective, lets the other
+    one continue, and waits for the result when the other has started its next collective or has ended. So they compute
+    in turns, as on one chip, and the messages of one travel while the other computes, unless the network is busy.
+    Collectives of whole numbers, such as counts of rows, are waited for at once: they are small, and only a forward
+    pass sends them.
 
-    The forward pass has a thread of its own, since a backward pass cannot stop in its middle. It is the same rank, and
-    the order in which both go on depends on the program alone. So it is the same on all ranks that call the same
-    collectives. Each pass draws from where it has stopped to draw.
+    The forward pass has its own thread, because a backward pass cannot stop in its middle. It is the same rank, and the
+    order of turns depends on the program alone. So it is the same on all ranks that call the same collectives. Each
+    pass continues its own random numbers.
     """
 
     def __init__(self, forward: Callable[[], None]):
@@ -51,7 +52,7 @@ class Pair:
         self._error: BaseException | None = None
 
     def run(self, backward: Callable[[], None]) -> None:
-        """Both, to their ends."""
+        """Run both passes to their ends."""
         given = watcher().listeners, inherited_state(self._device), sys._getframe()
         start_new_thread(partial(contextvars.copy_context().run, self._live, *given), ())
         self._rank.pair = self
@@ -62,14 +63,14 @@ class Pair:
             self._is_left = True
             raise
         finally:
-            self._rank.pair = None  # what is left of the forward pass has nothing to lie under
+            self._rank.pair = None  # the rest of the forward pass overlaps with nothing
             if not self._is_over:
                 self._switch(self._goes_forward, self._goes_back)
         if self._error is not None:
             raise self._error
 
     def let_go_on(self) -> None:
-        """Let the other pass go on until it has begun a collective, or to its end."""
+        """Let the other pass continue until it has started a collective, or ends."""
         if get_ident() == self._thread:
             self._switch(self._goes_back, self._goes_forward)
             if self._is_left:
@@ -80,7 +81,7 @@ class Pair:
             raise self._error
 
     def _switch(self, other: Lock, own: Lock) -> None:
-        """From this thread to the other, and back. Ctrl-C ends the one that runs."""
+        """Switch from this thread to the other, and back. Ctrl-C ends the one that runs."""
         rank = self._rank
         states, own_of_pass = [one.get() for one in self._generators], (rank.seed, rank.draws, rank.drawn, rank.unit)
         if self._gate is not None:

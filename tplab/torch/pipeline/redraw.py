@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, not on when they are drawn: the same in any order, and again."""
+"""Random numbers that depend on their purpose, not on when they are drawn: the same in any order, and repeatable."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from tplab.mesh import Axis
 from tplab.torch.ranks.process_state import generators
 from tplab.torch.ranks.rank import Rank
 
-_REDRAW = (1 << 31) + 1  # sets these numbers apart from others that are made of the run's seed
+_REDRAW = (1 << 31) + 1  # sets these numbers apart from others that derive from the run's seed
 
 Mark = tuple[list[Tensor], dict[Any, int]]
-"""A place in the numbers: the states of torch's generators, and how many draws were made as other ranks do."""
+"""A position in the numbers: the states of torch's generators, and the numbers of draws shared with other ranks."""
 
 
 class Redraw:
     """`with redraw: ...` draws from the seed of the run and `key` alone. Entered again, it continues where it stopped.
 
-    This covers both torch's default generator and `tplab.torch.dropout`. Along `axis` it does not matter which rank
-    draws, so the numbers are the same on any mesh; ranks that differ along another axis draw different numbers, as
-    always.
+    It covers torch's default generator and `tplab.torch.dropout`. Along `axis` it does not matter which rank draws, so
+    the numbers are the same on any mesh; ranks that differ along another axis draw different numbers, as always.
     """
 
     def __init__(self, rank: Rank, key: tuple[int, ...], axis: Axis, device: torch.device):
@@ -35,11 +34,11 @@ class Redraw:
         self._draws: dict[Any, int] = {}
 
     def mark(self) -> Mark:
-        """The current position of the draws, for `go_back`. It may be called while it is entered."""
+        """The current position of the draws, for `go_back`. It may be called inside the context."""
         return [generator.get() for generator in self._generators], dict(self._draws)
 
     def go_back(self, mark: Mark) -> None:
-        """From now on, draw what was drawn after `mark`. Call it before it is entered again."""
+        """Draw again what was drawn after `mark`. Call it before the context is entered again."""
         self._states, self._draws = mark
 
     def __enter__(self) -> None:

@@ -1,17 +1,17 @@
-"""A backward pass in two parts: I, the gradient of the input, and W, that of the weights, which can wait.
+"""A backward pass in two parts: I, the gradient of the input, and W, those of the weights, which can wait.
 
 The gradient flows down a chain of nodes from the output to the input. Weights join the chain from the side:
 
-    output <- addmm <- gelu <- layer_norm <- addmm <- input        the chain, which I walks
+    output <- addmm <- gelu <- layer_norm <- addmm <- input        the chain, run by I
                 |                 |            |
-                W2              gamma         W1                   the side branches, which W walks
+                W2              gamma         W1                   the side branches, run by W
 
 I runs the chain alone, and keeps the gradient that each node with a side branch receives. W passes that gradient to the
-node again and asks for the branch only: for an addmm, dW = dy^T x. Nothing is computed twice: I and W together are the
+node again and asks only for the branch: for an addmm, dW = dy^T x. Nothing is computed twice: I and W together have the
 FLOPs of B. Qi et al. 2024 split linear layers this way; torch.distributed.pipelining does it on graphs.
 
-Hooks run once, as in B: those of tensors on the chain run in I. W calls the nodes of the chain directly, without their
-hooks, which the kept gradients have already passed through.
+Hooks run once, as in B: hooks of tensors on the chain run in I. W calls the nodes of the chain directly, without their
+hooks, because the kept gradients have already passed through them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tplab.torch.private import metadata_of
 
 Gradients = dict[nn.Parameter, Tensor]
 Place = tuple[Node, int]
-"""Where a gradient arrives: a node of the graph, and which of its outputs' gradients it is."""
+"""Where a gradient arrives: a node of the graph, and the number of the output that the gradient belongs to."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Split:
 
     branches   node of the chain -> where its side branches begin
     arrives    node of the chain with branches -> which of its outputs have a gradient
-    early      the nodes of parameters whose gradients I computes: a branch to them begins at several nodes of the
-               chain, so that asking one of them for it would walk the chain again; or at a Python function, or a node
-               with hooks of its own, which run once and see all or nothing
+    early      the nodes of parameters whose gradients I computes. A branch to such a parameter begins at several nodes
+               of the chain, so that asking one of them for it would run the chain again; or at a Python function or a
+               node with hooks of its own, which run once and see all or nothing
     late       the nodes of parameters whose gradients W computes
-    side       all nodes of the branches that W walks
+    side       all nodes of the branches that W runs
     """
 
     branches: dict[Node, list[Place]] = field(default_factory=dict)
@@ -61,14 +61,14 @@ class Split:
     def input_grads(
         self, roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[GradientEdge]
     ) -> list[Tensor | None]:
-        """I: walk the chain from `roots`, which have these gradients. Returns the gradient of each input."""
+        """I: run the chain from `roots`, which have these gradients. Returns the gradient of each input."""
         places = [(node, number) for node, numbers in self.arrives.items() for number in numbers]
         early = list(self.early.values())
         wanted = [*inputs, *(GradientEdge(*place) for place in places), *early]
         if not wanted:
             return []
-        # What a node is run with has passed through the hooks of its tensors. A node that is not run in I is not found
-        # this way, but what arrives there has also passed through them.
+        # The prehooks see gradients after the hooks of tensors. A node that does not run in I has no such record, but
+        # what arrives there has also passed through the hooks.
         ran: dict[Node, list[Tensor | None]] = {}
         handles = [node.register_prehook(partial(_keep, ran, node)) for node in self.branches]
         found = torch.autograd.grad(roots, wanted, grads, retain_graph=True, allow_unused=True)
@@ -83,7 +83,7 @@ class Split:
         return list(found[:first])
 
     def weight_grads(self) -> Gradients:
-        """W: walk the side branches. Returns the gradients of the parameters."""
+        """W: run the side branches. Returns the gradients of the parameters."""
         gradients, self._gradients = self._gradients, {}
         begun = self._begin_branches() if self._kept else {}
         if begun:
@@ -95,7 +95,7 @@ class Split:
     def _begin_branches(self) -> dict[Place, Tensor]:
         """The gradients with which the side branches begin.
 
-        A node asks the backward pass that it is called in what to compute. So it is called in one that wants only the
+        A node computes what the current backward pass wants of it. So it is called inside one that wants only the
         branches.
         """
         wanted = dict.fromkeys(place for branches in self.branches.values() for place in branches)
@@ -131,8 +131,8 @@ class Split:
 def split(roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], parameters: Sequence[nn.Parameter]) -> Split:
     """Find the chain and the side branches of the graph above `inputs` and `parameters`.
 
-    Where a graph has an input, a branch is whatever leads to parameters and not to an input. Where it has none, as in
-    the first stage, whose tokens have no gradient, it is what leads to one parameter without computing anything.
+    If a graph has an input, a branch is whatever leads to parameters and not to an input. If it has none, as in the
+    first stage, whose tokens have no gradient, a branch is what leads to one parameter without computing anything.
     """
     above = _Above(roots, {edge.node for edge in inputs}, {id(parameter): parameter for parameter in parameters})
     made, ways = Split(), {}  # for each branch, how many nodes lead into it
@@ -164,7 +164,7 @@ def split(roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], paramet
         if isinstance(node, BackwardCFunction) or _has_hooks(node):
             early += children
         early += [child for child in children if ways[child] > 1]
-        if not inside.isdisjoint(children):  # part of another branch too: does the chain lead there?
+        if not inside.isdisjoint(children):  # also part of another branch: does the chain lead there?
             further = set(above.below(onwards))
             early += [child for child in children if child in further]
     made.early = {node: above.leaves[node] for node in above.below(early) if node in above.leaves}
@@ -180,7 +180,7 @@ def split(roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge], paramet
 
 
 class _Within(torch.autograd.Function):
-    """Calls a function in the backward pass."""
+    """Calls a function inside the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, function: Callable[[], None]) -> Tensor:
@@ -198,7 +198,7 @@ def _keep(ran: dict[Node, list[Tensor | None]], node: Node, grads: tuple[Tensor 
 
 
 def _has_hooks(node: Node) -> bool:
-    """Whether register_hook or register_prehook of the node itself was called."""
+    """Whether register_hook or register_prehook has been called on the node itself."""
     handles = [register(lambda *_: None) for register in (node.register_hook, node.register_prehook)]
     num_hooks = sum(len(handle.hooks_dict_ref()) for handle in handles)  # type: ignore[attr-defined]
     for handle in handles:
@@ -213,7 +213,7 @@ def _arrives(made: Split, place: Place) -> None:
 
 
 class _Above:
-    """The nodes of a graph, and what each of them leads to."""
+    """The nodes of a graph, and what each one leads to."""
 
     def __init__(self, roots: Sequence[GradientEdge], inputs: set[Node], parameters: dict[int, nn.Parameter]):
         self.leaves: dict[Node, nn.Parameter] = {}
@@ -222,7 +222,7 @@ class _Above:
         self._weights: dict[Node, bool] = {}
         self._carries: dict[Node, bool] = {}  # leads to one parameter, and computes nothing on the way
         todo = [edge.node for edge in roots]
-        while todo:  # depth first; a node is judged after its children
+        while todo:  # depth first: a node is judged after its children
             node = todo[-1]
             if node in self._input:
                 todo.pop()
@@ -252,11 +252,11 @@ class _Above:
         return self._weights[node]
 
     def is_chain(self, node: Node) -> bool:
-        """Whether the gradient passes through `node` on its way down the chain."""
+        """Whether `node` is on the chain."""
         return self._input[node] if self._has_input else self._weights[node] and not self._carries[node]
 
     def below(self, nodes: Sequence[Node]) -> list[Node]:
-        """These nodes and all below them."""
+        """These nodes and all nodes below them."""
         found: dict[Node, None] = {}
         todo = list(nodes)
         while todo:

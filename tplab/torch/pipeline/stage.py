@@ -1,4 +1,4 @@
-"""A stage of a pipeline, and what one microbatch leaves behind in it between its forward and its backward pass."""
+"""A stage of a pipeline, and what it keeps of one microbatch between its forward and its backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = Callable[..., Tensors]
 class Section(NamedTuple):
     """Layers that run together: all of a stage, or those between two checkpoints.
 
-    wants_grads   whether anything before it needs the gradient of its inputs
+    wants_grads   whether anything before it needs the gradients of its inputs
     """
 
     function: Function
@@ -38,10 +38,10 @@ class Section(NamedTuple):
 class Stage:
     """Consecutive layers of a model, run on one microbatch at a time.
 
-    module             is called with one tensor or several, and returns one or a tuple of them
-    number, num_stages which stage it is, of how many
-    checkpoint_every   only what enters each group of this many layers (of an nn.Sequential) is kept; the activations
-                       between are recomputed in the backward pass. Counted from the stage's own first layer
+    module             is called with one or several tensors, and returns one or a tuple of them
+    number, num_stages the stage's number, and how many there are
+    checkpoint_every   only the input of each group of this many layers (of an nn.Sequential) is kept; the activations
+                       in between are recomputed in the backward pass. Groups begin at the stage's first layer
     """
 
     def __init__(self, module: nn.Module, number: int, num_stages: int, checkpoint_every: int | None = None):
@@ -57,11 +57,11 @@ class Stage:
             wants_grads = wants_grads or bool(parameters)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+        """The trainable parameters."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def in_one_section(self) -> set[nn.Parameter]:
-        """The parameters that are trained and whose gradient comes in one piece."""
+        """The trainable parameters whose gradients come in one piece."""
         counts = Counter(p for section in self.sections for p in section.parameters)
         return {p for p, count in counts.items() if count == 1}
 
@@ -80,7 +80,7 @@ class Stage:
 
 
 class InTurn(nn.Sequential):
-    """Layers one after the other, where several tensors, in a tuple, may pass between them."""
+    """Layers that run one after the other; several tensors may pass between them, as a tuple."""
 
     def __init__(self, layers: Sequence[nn.Module]):
         super().__init__(*layers)
@@ -95,10 +95,10 @@ class InTurn(nn.Sequential):
 class Pass:
     """One microbatch in one stage: from its forward pass until its backward pass is done.
 
-    inputs    what enters the stage
-    finish    of the last stage: outputs -> loss, which the pass returns instead
-    redraw    gives the same random numbers again when activations are recomputed
-    target    the tensors that `finish` compares with: they are in memory anyway, as the first stage's inputs are
+    inputs    the inputs of the stage
+    finish    for the last stage: outputs -> loss, which the pass returns instead
+    redraw    repeats random numbers when activations are recomputed
+    target    the tensors that `finish` compares with: they are in memory anyway, like the first stage's inputs
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Pass:
             last = self._sections[-1]
             self._sections[-1] = last._replace(function=lambda *xs: finish(*last.function(*xs)))
         self._graphs: list[Graph] = []
-        self._entered: list[Tensors] = []  # what entered each section, where activations are recomputed
-        self._tokens: list[list[object]] = []  # that it is saved
+        self._entered: list[Tensors] = []  # the inputs of each section, if activations are recomputed
+        self._tokens: list[list[object]] = []  # mark those inputs as saved
         self._marks: list[Mark] = []
         with redraw:
             self.outputs = self._recomputable(inputs) if stage.recomputes else self._kept(inputs)
@@ -132,11 +132,11 @@ class Pass:
             self._entered.append(inputs)
             self._tokens.append([hold(x) for x in inputs])
             self._marks.append(self._redraw.mark())
-            inputs = section.run(inputs)[1]  # with a graph, which is dropped: layers may ask whether they are trained
+            inputs = section.run(inputs)[1]  # with a graph, which is dropped: layers may ask for the grad mode
         return inputs
 
     def _backwards(self) -> Iterator[Graph]:
-        """The graphs from the last to the first; where activations are recomputed, each when its turn comes."""
+        """The graphs from last to first; if activations are recomputed, each one when its turn comes."""
         yield from reversed(self._graphs)
         while self._entered:
             section, inputs = self._sections[len(self._entered) - 1], self._entered.pop()
@@ -147,8 +147,7 @@ class Pass:
             yield graph
 
     def backward(self, grads: Tensors) -> tuple[Tensors, Gradients]:
-        """B: from the gradients of the floating-point outputs, compute those of the floating-point inputs and of the
-        parameters."""
+        """B: from the gradients of floating-point outputs, compute those of floating-point inputs and of parameters."""
         gradients: Gradients = {}
         for graph in self._backwards():
             grads, found = graph.backward(grads)
@@ -157,7 +156,7 @@ class Pass:
         return grads, gradients
 
     def input_grads(self, grads: Tensors) -> Tensors:
-        """I: compute those of the floating-point inputs. What only I needs is freed."""
+        """I: compute those of the floating-point inputs. What W does not need is freed."""
         graphs = []
         for graph in self._backwards():
             grads = graph.input_grads(grads)
@@ -177,15 +176,15 @@ class Pass:
         self._graphs, self._given = [], []
 
     def num_bytes(self) -> int:
-        """The memory of what is kept for the backward pass, each piece counted once, without the microbatch itself and
-        the parameters, which are in memory anyway."""
+        """The bytes kept for the backward pass, each piece of memory once, without the microbatch itself and the
+        parameters, which are in memory anyway."""
         kept = chain(*self._entered, *(graph.tensors() for graph in self._graphs))
         return bytes_of(kept, [*self._given, *self._stage.module.parameters(), *self._stage.module.buffers()])
 
 
 @contextmanager
 def _buffers_aside(module: nn.Module) -> Iterator[None]:
-    """Within this, the module writes to copies of its buffers, so that recomputation does not update them twice."""
+    """A context in which the module writes to copies of its buffers, so that recomputation has no effect on them."""
     found = [(part, name, x) for part in module.modules() for name, x in part.named_buffers(recurse=False)]
     for part, name, x in found:
         setattr(part, name, x.clone())

@@ -23,7 +23,7 @@ Layer = LayerSpec | nn.Module | Callable[..., Any]
 
 
 class Stages(Mapping[int, nn.Module]):
-    """This rank's stages: number -> module. `train_batch` takes it as it is.
+    """This rank's stages: number -> module, as `train_batch` takes them.
 
     partition   which layers each stage has
     tied        which parameters are tied, by stage and name
@@ -50,7 +50,7 @@ class Stages(Mapping[int, nn.Module]):
         return list(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
 
     def by_layer(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """Every parameter, with its layer's place in the model and its name in that layer."""
+        """Every parameter, with the number of its layer in the model and its name in that layer."""
         for stage, module in self._modules.items():
             for name, parameter in module.named_parameters():
                 place, _, rest = name.partition(".")
@@ -66,15 +66,15 @@ def stages_of(
     axis: Axis = "pp",
     bounds: Sequence[int] | None = None,
 ) -> Stages:
-    """Cut a model into the stages of `schedule`, and make those of this rank. Call it inside a rank's program.
+    """Cut a model into the stages of `schedule`, and make this rank's stages. Call it inside a rank's program.
 
-    layers    LayerSpecs, modules that already exist, and functions (which have no parameters). Parameters that modules
-              in several stages share are tied; modules must then be the same on every rank, as arguments of `run` are
+    layers    LayerSpecs, existing modules, and functions (which have no parameters). Parameters that modules in several
+              stages share are tied; modules must then be the same on every rank, like arguments of `run`
     method    what is balanced over the ranks: see `tplab.pipeline.partition`
     bounds    the cuts, if they are known: stage s has the layers bounds[s] to bounds[s + 1] - 1
 
-    A layer's first weights depend only on the seed of the run and the layer's place in the list. So the model is the
-    same with any number of ranks and stages, and data-parallel copies agree.
+    A layer's initial weights depend only on the seed of the run and the layer's position in the list. So the model is
+    the same with any number of ranks and stages, and data-parallel copies agree.
     """
     rank = this_rank()
     index = rank.place(axis).index
@@ -95,13 +95,13 @@ def cut(
     placement: Any = None,
     bounds: Sequence[int] | None = None,
 ) -> Partition:
-    """The partition of a model that need not exist: nothing is allocated."""
+    """The partition of a model that need not exist: no memory is allocated."""
     names = layer_names(layers)
     return cut_layers(num_parameters(layers), parts, method, names=names, placement=placement, bounds=bounds)
 
 
 def num_parameters(layers: Sequence[Layer]) -> list[int]:
-    """The number of parameters of each layer. Specs are made on torch's "meta" device, which has shapes and no memory.
+    """The number of parameters of each layer. Specs are made on torch's "meta" device, which allocates no memory.
 
     A function has none: an embedding inside a lambda is neither counted nor trained.
     """
@@ -119,7 +119,7 @@ def _count(layer: Layer, counts: dict[LayerSpec, int]) -> int:
 
 
 def _drawn(spec: LayerSpec, place: int) -> Any:
-    """The layer, with random numbers drawn for its place in the model."""
+    """The layer, with random numbers drawn for its position in the model."""
     rank = current_rank_or_none()
     if rank is None:
         return spec.build()

@@ -34,7 +34,7 @@ def train_batch(
     overlap: bool = False,
 ) -> Tensor:
     """Run one batch through a pipeline: every microbatch forward and backward, as `schedule` says. Each rank of `axis`
-    calls it inside its program; the rank at position r runs row r.
+    calls this inside its program; the rank at position r runs row r.
 
         def step(x, y):
             stage = torch.nn.Linear(8, 8)                     # this rank's layers
@@ -44,40 +44,40 @@ def train_batch(
         run(step, Mesh(pp=4), x, y)
 
     schedule      any `Schedule`, made by a rule or by hand; it is checked first
-    stages        this rank's stages: what `stages_of` makes, or {number: module}, or a sequence in the order of
+    stages        this rank's stages: the result of `stages_of`, or {number: module}, or a sequence in the order of
                   schedule.placement[r], or a single module. A module takes what the one before it returns: a tensor, or
                   a tuple of them
-    microbatches  one pair (input, target) each. Only the rank that runs stage 0 reads the inputs, and only the one that
-                  runs the last stage reads the targets; a tuple as input is several tensors
+    microbatches  one pair (input, target) each. Only the rank that runs stage 0 reads the inputs, and only the rank
+                  that runs the last stage reads the targets; a tuple as input is several tensors
     loss          loss(output, target) -> a scalar
     ->            the mean of the microbatches' losses, in float64, the same on every rank. Its gradients are added to
-                  `.grad` of the parameters, as `backward` would. Hooks of tensors run once per microbatch, as in plain
+                  `.grad` of the parameters, as by `backward`. Hooks of tensors run once per microbatch, as in plain
                   accumulation. A parameter's post-accumulate-grad hooks run once per batch, when its gradient is
-                  complete: at the end of the batch where other ranks have parts of it (data_axis, copies), otherwise in
+                  complete: at the end of the batch if other ranks have parts of it (data_axis, copies), otherwise in
                   the last backward pass of its stage
 
     data_axis     along which ranks hold copies of the stages and have different microbatches: losses and gradients are
                   the mean over it
     average       False: gradients stay those of this rank's own microbatches, for an optimizer that combines them along
-                  data_axis itself, as that of `shard_optimizer` does
-    tied          parameters that are tied: [((0, "embedding.weight"), (3, "head.weight"))] says by stage and name that
-                  their gradients are added up, and each gets the sum; the same on every rank. `stages_of` finds them.
-                  Copies of one stage on two ranks (Chimera, DualPipe) are tied without being named
-    checkpoint_every  only what enters each group of this many layers of a stage (an nn.Sequential) is kept; the rest is
-                  recomputed in the backward pass. Buffers are not written to again: the statistics of a BatchNorm are
-                  updated once per microbatch
-    costs         how long actions take on the clock that counts steps, which `run` has without a cluster; without it,
-                  they take no time. So the trace of a real run can be laid over `simulate(schedule, costs)`
-    first         the number of the first microbatch, where the batch of one optimizer step is run in several calls:
+                  data_axis itself, such as that of `shard_optimizer`
+    tied          tied parameters: [((0, "embedding.weight"), (3, "head.weight"))] says by stage and name that their
+                  gradients are added up, and each gets the sum; the same on every rank. `stages_of` finds them. Copies
+                  of one stage on two ranks (Chimera, DualPipe) are tied automatically
+    checkpoint_every  only the input of each group of this many layers of a stage (an nn.Sequential) is kept; the rest
+                  is recomputed in the backward pass. Buffers are not written again: BatchNorm statistics are updated
+                  once per microbatch
+    costs         how long actions take on the clock that counts steps, which `run` uses without a cluster; without
+                  costs they take no time. So the trace of a real run can be laid over `simulate(schedule, costs)`
+    first         the number of the first microbatch, if the batch of one optimizer step is run in several calls:
                   dropout draws as if it were one call
     overlap       whether the forward and the backward pass of an overlapped pair run at once, as in DualPipe: what
                   either sends inside its stage, such as the all_to_all of experts, travels while the other computes,
-                  and the pair is one event of the trace. Ranks that run the same stage have to call the same
-                  collectives, in the same order. False: one runs after the other
+                  and the pair is one event of the trace. Ranks that run the same stage must call the same collectives,
+                  in the same order. False: one runs after the other
 
     What each action does:
         F   take the input, run the stage, keep what the backward pass needs; the last stage also computes the loss
-        B   from the gradient of the output, compute that of the input and those of the parameters
+        B   from the gradient of the output, compute those of the input and the parameters
         I   compute that of the input only; keep what W needs, free the rest       W   compute those of the parameters
     B is I and W at once, to the FLOP. Outputs and gradients travel as separate messages, and a send never waits, so no
     schedule that passes `check` can deadlock. A STEP is left to the caller.
@@ -86,8 +86,7 @@ def train_batch(
     Dropout draws from the seed of the run, the number of the batch, the stage and the microbatch: the same numbers in
     every schedule of the same stages, on any number of ranks, recomputed or not. Shapes may differ from microbatch to
     microbatch and from call to call: every message carries its own.
-    Raises ScheduleError and ShapeError, with an explanation, where schedule, stages, microbatches and axis do not fit
-    together.
+    Raises ScheduleError and ShapeError, with an explanation, if schedule, stages, microbatches and axis do not match.
     """
     if overlap and checkpoint_every:
         raise ValueError(
@@ -114,7 +113,7 @@ def train_batch(
 
 
 def _cells(row: Sequence[Action], overlap: bool) -> list[list[Action]]:
-    """What runs one after the other: single actions and, with overlap, pairs of a forward and a backward pass."""
+    """Single actions and, with overlap, pairs of a forward and a backward pass, to run one after the other."""
     cells: list[list[Action]] = []
     for action in row:
         if overlap and action.joined and (action.kind == "F") != (cells[-1][0].kind == "F"):
@@ -135,11 +134,11 @@ def evaluate_batch(
     data_axis: Axis | None = None,
     costs: Costs | None = None,
 ) -> Tensor:
-    """Run one batch through a pipeline, forward only: what `train_batch` returns, without gradients.
+    """Run one batch through a pipeline, forward only. Returns the same as `train_batch`, without gradients.
 
-    The arguments are those of `train_batch`. The schedule's forward passes run in their order, each as soon as its
-    input has arrived. Nothing is kept, and only what passes from stage to stage is sent. It does not count as a batch:
-    dropout, where modules are not in `.eval()`, draws what the next batch will.
+    The arguments are those of `train_batch`. The schedule's forward passes run in order, each as soon as its input has
+    arrived. Nothing is kept, and only what passes from stage to stage is sent. The call does not count as a batch:
+    dropout, unless modules are in `.eval()`, draws what the next batch will draw.
     """
     check_data_axis(this_rank().mesh, axis, data_axis)
     rows = program(schedule, is_forward_only=True)

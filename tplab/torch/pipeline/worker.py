@@ -53,8 +53,8 @@ class Worker:
         self.gradients: dict[int, Gradients] = {stage: {} for stage in self.stages}
         self.device = next((p.device for m in modules.values() for p in m.parameters()), torch.empty(0).device)
         self.total_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._arriving: dict[tuple[str, int, int], Any] = {}  # what F or B of a stage and microbatch will take
-        self._leaving: dict[tuple[str, int, int], Any] = {}  # what is to be sent
+        self._arriving: dict[tuple[str, int, int], Any] = {}  # inputs of F or B, by stage and microbatch
+        self._leaving: dict[tuple[str, int, int], Any] = {}  # to be sent
         self._passes: dict[tuple[int, int], Pass] = {}
         self._kept: dict[tuple[int, int], int] = {}  # bytes of each pass
         self._losses: dict[int, Tensor] = {}
@@ -62,7 +62,7 @@ class Worker:
         self._does = {"F": self.forward, "B": self.backward, "I": self.input_grad, "W": self.weight_grad}
 
     def run(self, action: Action) -> None:
-        """Do one action of the row."""
+        """Run one action of the row."""
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         way = kind[-1]
         if kind in self._does:
@@ -74,9 +74,9 @@ class Worker:
             self._arriving[way, stage, microbatch] = start(receive, self.axis, source)
 
     def run_pair(self, first: Action, second: Action) -> None:
-        """Do a forward and a backward pass at once: what one of them sends travels while the other computes."""
+        """Run a forward and a backward pass at once: the messages of one travel while the other computes."""
         forward, backward = (first, second) if first.kind == "F" else (second, first)
-        for way, one in (("F", forward), ("B", backward)):  # it begins when both can
+        for way, one in (("F", forward), ("B", backward)):  # the pair begins when both can
             key = way, one.stage, one.microbatch
             if key in self._arriving:
                 self._arriving[key] = self._taken(*key)
@@ -111,7 +111,7 @@ class Worker:
                 self._hand_over("F", number, microbatch, outputs)
 
     def _outputs(self, stage: Stage, microbatch: int, inputs: Tensors, redraw: Redraw) -> Tensors:
-        """The outputs of the stage, or the loss for the last stage. What the backward pass needs is kept."""
+        """The outputs of the stage; for the last stage, the loss. What the backward pass needs is kept."""
         finish = self._finish(microbatch) if stage.is_last else None
         target = self._target(microbatch) if stage.is_last else []
         made = self._passes[stage.number, microbatch] = Pass(stage, inputs, finish, redraw, target)
@@ -140,8 +140,8 @@ class Worker:
     # --- what passes between stages ------------------------------------------------------------------------------
 
     def _hand_over(self, way: str, number: int, microbatch: int, x: Any) -> None:
-        """Give an output to the next stage, or (way "B") an input's gradient to the one before: directly on this rank,
-        or in a message when its SEND comes."""
+        """Pass an output to the next stage, or (way "B") an input's gradient to the one before: directly if it is on
+        this rank, otherwise in a message when its SEND comes."""
         to = number + 1 if way == "F" else number - 1
         here = self.schedule.rank_of(to, microbatch) == self.place.index
         self._label(x, way, number, microbatch)
@@ -157,7 +157,7 @@ class Worker:
             self._hand_over("B", number, microbatch, grads)
 
     def _taken(self, way: str, number: int, microbatch: int) -> Tensors:
-        """What has arrived for F, or for B or I; waits for it if necessary."""
+        """What has arrived for F, B or I; waits for it if necessary."""
         found = self._arriving.pop((way, number, microbatch))
         return found if isinstance(found, tuple) else found.wait()
 
@@ -172,7 +172,7 @@ class Worker:
         return [x for x in pytree.tree_leaves(self.microbatches[microbatch][1]) if isinstance(x, Tensor)]
 
     def _output_grads(self, number: int, microbatch: int) -> Tensors:
-        """The gradients of a stage's outputs. For the last stage, that is its loss's share of the mean loss."""
+        """The gradients of a stage's outputs. For the last stage: its loss's weight in the mean loss."""
         if not self.stages[number].is_last:
             return self._taken("B", number, microbatch)
         return (torch.full_like(self._losses.pop(microbatch), 1 / len(self.microbatches)),)
@@ -201,7 +201,7 @@ class Worker:
     @contextmanager
     def _doing(self, kind: str, number: int, microbatch: int) -> Iterator[None]:
         """The action's event in the trace, "F3" at "stage 1", with the bytes that are kept after it."""
-        if self._is_in_pair:  # which is one event
+        if self._is_in_pair:  # the pair is one event
             yield
             return
         label = self._chunk(microbatch, ())
@@ -220,7 +220,7 @@ class Worker:
         return self.rank.label(home, microbatch, contributors)
 
     def _label(self, x: Tensors, way: str, number: int, microbatch: int) -> None:
-        """Label what is sent with its microbatch, and with the ranks that it has passed through."""
+        """Label what is sent with its microbatch, and the ranks that it has passed through."""
         last = number if way == "F" else self.schedule.num_stages - 1
         ranks = {self.place.group[self.schedule.rank_of(stage, microbatch)] for stage in range(last + 1)}
         label = self._chunk(microbatch, tuple(sorted(ranks)))
@@ -229,7 +229,7 @@ class Worker:
 
 
 class Evaluation(Worker):
-    """The same, but nothing is kept, since there is no backward pass."""
+    """Forward passes only: nothing is kept for a backward pass."""
 
     def _outputs(self, stage: Stage, microbatch: int, inputs: Tensors, redraw: Redraw) -> Tensors:
         with redraw:
@@ -242,7 +242,7 @@ class Evaluation(Worker):
 
 
 def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, label: str) -> dict[int, nn.Module]:
-    """This rank's stage number -> module. Raises ScheduleError where they are not the stages of its row."""
+    """This rank's modules by stage number. Raises ScheduleError if they are not the stages of its row."""
     require_ranks(schedule, num_ranks, label)
     held = tuple(dict.fromkeys(schedule.placement[index]))
     if isinstance(stages, nn.Module):
@@ -250,7 +250,7 @@ def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, lab
     if not isinstance(stages, Mapping | Sequence):
         raise TypeError(
             f"a pipeline takes an nn.Module for each stage, not {stages!r}; stages_of(layers, schedule) makes them, "
-            "also of functions"
+            "also from functions"
         )
     if not isinstance(stages, Mapping):
         if len(stages) != len(held):
@@ -267,12 +267,12 @@ def _modules_of(schedule: Schedule, stages: Any, index: int, num_ranks: int, lab
         )
     for n in held:
         if not isinstance(stages[n], nn.Module):
-            raise TypeError(f"stage {n} is {stages[n]!r}; it must be an nn.Module: stages_of makes one of functions")
+            raise TypeError(f"stage {n} is {stages[n]!r}; it must be an nn.Module: stages_of makes one from functions")
     return {n: stages[n] for n in held}
 
 
 def _durations(schedule: Schedule, costs: Costs | None, index: int) -> dict[tuple[str, int, int], float]:
-    """(kind, stage, microbatch) -> how long it takes by `costs`."""
+    """(kind, stage, microbatch) -> its duration under `costs`."""
     if costs is None:
         return {}
     takes = costs.durations(schedule)

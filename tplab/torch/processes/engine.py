@@ -1,4 +1,4 @@
-"""The engine: torch.distributed's own collectives: gloo's on CPUs, NCCL's between GPUs, a group for each axis."""
+"""The engine: the collectives of torch.distributed, gloo's on CPUs and NCCL's between GPUs, with a group per axis."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from tplab.torch.ranks.rank import MESSAGES, Call, Place
 from tplab.trace.journal import Group
 
 WAIT_FOREVER = timedelta(days=365)
-"""Gloo's own limit on a wait: a rank may compute for hours; who will never come is found out otherwise."""
+"""Gloo's own limit on a wait. A rank may compute for hours; ranks that never arrive are detected in other ways."""
 
 POISON_TAG = 2**31 - 1
-"""Of a message that is never sent."""
+"""The tag of a message that is never sent."""
 
 _OP = dist.ReduceOp
 _REDUCTIONS: dict[str, Any] = {"sum": _OP.SUM, "mean": _OP.SUM, "max": _OP.MAX, "min": _OP.MIN}
 _REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _ADDS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-"""The types that both engines add up."""
+"""The dtypes that both backends add up."""
 
 _ORDERS = tuple(dtype for dtype in _ADDS if not dtype.is_floating_point)
-"""Those of which both find the extreme: of fractions they would lose a NaN, depending on the order of ranks."""
+"""The dtypes of which both backends find the extreme. With floating-point numbers they may lose a NaN."""
 
 Shapes = list[tuple[int, ...]]
 
 
 class Engine:
-    """The groups of one process. Each is connected when it is first used, so all of its ranks must come to that.
+    """The groups of one process. Each is connected when it is first used, so all of its ranks must take part in that.
 
-    A group needs its collectives in the same order on every rank: `Together` sees to that. Sums are added up in the
-    engine's order, and types of 16 bits in 16 bits, so they equal those of simulated ranks up to rounding. Whatever is
-    only moved is moved as bytes.
+    A group needs its collectives in the same order on every rank, which `Together` ensures. Sums are added up in the
+    backend's order, and 16-bit types in 16 bits, so they equal those of simulated ranks up to rounding. Everything that
+    is only moved is moved as bytes.
 
-    On a GPU the tensors travel on a separate stream, which waits only for what the GPU had to do when the collective
-    was begun, so that they overlap with what the rank computes meanwhile.
+    On a GPU, tensors travel on a separate stream, which waits only for the work that the GPU had when the collective
+    was started. So they overlap with what the rank computes meanwhile.
 
     store   where the ranks of a group find each other
     """
@@ -55,21 +55,21 @@ class Engine:
         self._stream = torch.cuda.Stream() if has_gpu else None
 
     def carries(self, call: Call, x: Tensor) -> bool:
-        """Whether `x` can travel from where it is. Otherwise it has to be copied to the CPU: a tensor of a GPU that
-        ranks share, or one for a receiver that does not know yet on which device it comes."""
+        """Whether `x` can travel from its device. Otherwise it has to be copied to the CPU: a tensor on a GPU that
+        ranks share, or one for a receiver that does not know its device yet."""
         return x.is_cpu or (x.is_cuda and self.has_gpu and call.op not in MESSAGES)
 
     def break_off(self) -> None:
-        """Close the connections of all groups of CPUs: a rank that waits in one of their collectives is released."""
+        """Close the connections of all CPU groups, which releases ranks that wait in their collectives."""
         for (_, device_type), backend in list(self._backends.items()):
             if device_type == "cpu":
                 break_off(backend)
 
     def together(self, call: Call, x: Tensor, shapes: Shapes) -> Tensor:
-        """What this rank gets from a collective that every rank of its group has announced.
+        """This rank's result of a collective that every rank of its group has announced.
 
         x       this rank's input, contiguous; it may be written to
-        shapes  those of all inputs, in the order of positions
+        shapes  of all inputs, in the order of positions
         """
         op, row, index, (cut_dim, join_dim) = call.op, call.row, call.place.index, call.dims
         if row.takes and not any(map(prod, shapes)) and call.splits is None:
@@ -99,12 +99,12 @@ class Engine:
         elif op in _REDUCES and x.dtype in (_ORDERS if call.reduction in EXTREMES else _ADDS):
             result = _reduced(backend, call, x)
             return result.div_(len(shapes)) if call.reduction == "mean" else result
-        else:  # no engine has it
+        else:  # no backend has it
             return outcomes.results(call, _gathered(backend, x, shapes))[index]
         return x
 
     def exchange(self, call: Call, x: Tensor, result: Tensor) -> None:
-        """Send `x` to one rank and fill `result` with what another one sends, from GPU to GPU."""
+        """Send `x` to one rank and fill `result` with what another one sends, between GPUs."""
         assert call.peers is not None
         backend, (target, source) = self._backend(call.place, x.device.type), call.peers
         with at_once(backend):
@@ -126,18 +126,18 @@ class Engine:
     # --- a GPU's time ----------------------------------------------------------------------------------------------
 
     def now(self, x: Tensor) -> Any:
-        """The point that the stream of `x` has reached; None on a CPU."""
+        """The point that the current stream has reached; None on a CPU."""
         return torch.cuda.current_stream().record_event() if x.is_cuda else None
 
     def after(self, event: Any) -> AbstractContextManager[Any]:
-        """Work in this context runs beside the program's, once `event` has happened."""
+        """A context whose work runs beside the program's, once `event` has happened."""
         if event is None or self._stream is None:
             return nullcontext()
         self._stream.wait_event(event)
         return torch.cuda.stream(self._stream)
 
     def join(self, event: Any, x: Tensor) -> None:
-        """Everything the program does from here on runs after `event`."""
+        """Let everything that the program does from here on run after `event`."""
         if event is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(event)
@@ -145,7 +145,7 @@ class Engine:
 
 
 def _dealt(backend: Any, call: Call, x: Tensor) -> Tensor:
-    """An all_to_all of as many rows for each position as the call says."""
+    """An all_to_all with the number of rows for each position that the call gives."""
     assert call.splits is not None and call.takes is not None
     row_bytes, rows = prod(x.shape[1:]) * x.element_size(), sum(call.takes)
     taken = torch.empty(rows * row_bytes, dtype=torch.uint8, device=x.device)
@@ -155,8 +155,8 @@ def _dealt(backend: Any, call: Call, x: Tensor) -> Tensor:
 
 
 def _gathered(backend: Any, x: Tensor, shapes: Shapes, root: int | None = None) -> list[Tensor]:
-    """The inputs of all ranks; with `root`, there alone, and nothing elsewhere. All send as much as the one that has
-    most: gloo gathers only what has one size."""
+    """The inputs of all ranks; with `root` only there, and nothing elsewhere. All ranks send as many bytes as the
+    largest input has, as gloo only gathers equal sizes."""
     sizes = [prod(shape) * x.element_size() for shape in shapes]
     put, *rows = (torch.empty(max(sizes), dtype=torch.uint8, device=x.device) for _ in [0, *shapes])
     mine = bytes_of(x)
@@ -172,14 +172,14 @@ def _gathered(backend: Any, x: Tensor, shapes: Shapes, root: int | None = None) 
 
 
 def _zeros(x: Tensor, shapes: Shapes, dim: int) -> Tensor:
-    """What a rank gets that is not the root, where the inputs are joined along `dim`."""
+    """The result on a rank that is not the root, where the inputs are joined along `dim`."""
     size = sum(shape[dim] for shape in shapes)
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     return torch.zeros(prod(shape) * x.element_size(), dtype=torch.uint8, device=x.device).view(x.dtype).view(shape)
 
 
 def _scattered(backend: Any, call: Call, x: Tensor) -> Tensor:
-    """This rank's piece of the root's x. All pieces are sent as if they had the size of the largest."""
+    """This rank's piece of the root's x. All pieces are sent with the size of the largest."""
     index, dim, sizes = call.place.index, call.dims[0], call.about["sizes"]
     row = x.numel() // max(sum(sizes), 1) * x.element_size()  # the bytes of one slice
     taken, *put = (torch.empty(max(sizes) * row, dtype=torch.uint8, device=x.device) for _ in [0, *sizes])
@@ -214,7 +214,7 @@ def _reduced(backend: Any, call: Call, x: Tensor) -> Tensor:
 
 
 def break_off(gloo: Any) -> None:
-    """Close all connections of a group. A wait that times out does that; gloo has no other way."""
+    """Close all connections of a group, by a wait that times out: gloo has no other way."""
     if gloo.size() > 1:
         with suppress(RuntimeError):
             neighbor = (gloo.rank() + 1) % gloo.size()

@@ -24,22 +24,22 @@ _UNWATCHED_SENDS = 512
 
 
 class ConnectionLost(RankError):
-    """Another rank's process is gone, or has closed its connections. The cause is found elsewhere."""
+    """Another rank's process is gone, or has closed its connections. The cause is to be found there."""
 
 
 class Exchange:
-    """What one process sends and receives. Sending never waits.
+    """Sends and receives for one process. Sending never waits.
 
-    A tag distinguishes messages between two processes; those with the same tag arrive in order. A frame goes ahead of
-    each tensor, so that the receiver need not know its shape, and ahead of each collective, so that none is called that
-    is not the same on all ranks.
+    A tag distinguishes messages between two processes; messages with the same tag arrive in order. A frame precedes
+    each tensor, so that the receiver need not know its shape, and each collective, so that ranks only enter one that is
+    the same on all of them.
 
-    engine   what carries the tensors of collectives
+    engine   carries the tensors of collectives
     """
 
     def __init__(self, gloo: Any, rank: int, engine: Engine):
         self._gloo, self._rank, self.engine = gloo, rank, engine
-        self._sends: deque[tuple[Any, Tensor]] = deque()  # those on their way, and the memory they read from
+        self._sends: deque[tuple[Any, Tensor]] = deque()  # in flight, with the memory that they read from
 
     def start(self, tag: int, outgoing: Mapping[int, Header], sources: Iterable[int]) -> Flight:
         """Send a frame to each rank in `outgoing`; prepare to receive one from each of `sources`."""
@@ -62,7 +62,7 @@ class Exchange:
             Thread(target=_wait_for_all, args=(batch,), daemon=True).start()
 
     def receive(self, source: int, tag: int, into: Tensor) -> Any:
-        """Prepare to receive bytes from `source`. Returns what to pass to `wait`."""
+        """Prepare to receive bytes from `source`. Returns an object for `wait`."""
         try:
             return self._gloo.recv([into], source, tag)
         except RuntimeError as error:
@@ -76,23 +76,23 @@ class Exchange:
             raise self.lost(error) from None
 
     def all_sent(self) -> None:
-        """Wait until everything sent has arrived; for the end of a run in which everything was received."""
+        """Wait until everything sent has arrived. For the end of a run in which everything was received."""
         while self._sends:
             self.wait(self._sends.popleft()[0])
 
     def break_off(self) -> None:
-        """Close all connections: a rank that waits here or for us is released, with ConnectionLost."""
+        """Close all connections, which releases ranks that wait here or for this one, with ConnectionLost."""
         break_off(self._gloo)
         self.engine.break_off()
 
     def lost(self, error: RuntimeError) -> ConnectionLost:
-        """The error to raise for one that gloo has raised."""
+        """The error to raise for an error of gloo."""
         text = f"rank {self._rank} lost its connection to another rank ({_first_line(error)})"
         return ConnectionLost(text, self._rank)
 
 
 class Flight:
-    """Frames that are expected from some ranks. `missing` are the ranks whose frames have not been seen."""
+    """Frames that are expected from some ranks. `missing` are the ranks whose frames have not arrived."""
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
@@ -103,7 +103,7 @@ class Flight:
         return tuple(self.frames)
 
     def finish(self, check: Callable[[Side], None]) -> dict[int, Header]:
-        """Wait for all of them, and return what they say, by rank. `check` may refuse a side."""
+        """Wait for all frames, and return their headers by rank. `check` may refuse a side."""
         arrived = {}
         for source, (frame, work) in list(self.frames.items()):
             self._exchange.wait(work)
@@ -114,9 +114,9 @@ class Flight:
 
 
 class Tags:
-    """A tag for each collective, made from its group and from its number among the group's collectives.
+    """A tag for each collective, from its group and its number among the group's collectives.
 
-    Every process works out the same numbers for the groups, from the mesh alone.
+    Every process numbers the groups in the same way, from the mesh alone.
     """
 
     def __init__(self, mesh: Mesh):
@@ -135,7 +135,7 @@ class Tags:
 
 
 def gloo_of(group: Any) -> Any:
-    """The gloo backend of a torch.distributed group. It sends and receives without the group's checks."""
+    """The gloo backend of a torch.distributed group, which sends and receives without the group's checks."""
     return backend_of(group, torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""What went wrong in a rank's process, as an error of the process that asked for the run."""
+"""What went wrong in a rank's process, as an error in the process that started the run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) ->
 
 
 def _made_anew(raised: Raised) -> BaseException:
-    """One of Python's errors or ours, from its name and its text; for any other, a RuntimeError that names it."""
+    """A Python or tplab error, from its name and text; for any other, a RuntimeError that names it."""
     known = getattr(errors, raised.kind, None) or getattr(builtins, raised.kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
-        with suppress(TypeError):  # it needs more arguments than a text
+        with suppress(TypeError):  # it needs other arguments than a text
             return known(raised.text)
     return RuntimeError(f"{raised.kind}: {raised.text}")
 
@@ -51,7 +51,7 @@ def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabE
 
 
 def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:
-    """The rank's traceback; the text of its lines is read here, in the notebook's process."""
+    """The rank's traceback. The text of its lines is read here, in the notebook's process."""
     lines = [f"Traceback of rank {rank} (most recent call last):"]
     for filename, number, function in raised.stack:
         name = Path(filename).name
@@ -63,7 +63,7 @@ def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:
 
 
 def death(rank: int, status: int | None, words: str) -> RankError:
-    """The error for a process that ended by itself. `status` is from os.waitpid; `words` is the last text it wrote."""
+    """The error for a process that ended by itself. `status` is from os.waitpid; `words` is its last output."""
     if status is None:
         how = "closed its connection"
     elif os.WIFSIGNALED(status):
@@ -73,6 +73,6 @@ def death(rank: int, status: int | None, words: str) -> RankError:
             how += ", which is what the system sends when memory runs out"
     else:
         how = f"ended with exit status {os.waitstatus_to_exitcode(status)}"
-    words = words.partition("\n\nExtension modules:")[0]  # the end of what Python says about a crash
+    words = words.partition("\n\nExtension modules:")[0]  # the end of Python's message about a crash
     text = f"rank {rank}'s process {how}; the other ranks were ended, and the next run starts new processes"
     return RankError(text + (f".\nThe last it said:\n{words}" if words else ""), rank)

@@ -1,4 +1,4 @@
-"""A frame: what one process tells another of a collective before it takes part, or of a tensor before it sends it."""
+"""A frame: the message that precedes a collective or a tensor between two processes, and describes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tplab.torch.ranks.values import dtype_name
 from tplab.trace.label import Label
 
 SIZE = 1 << 13
-"""Bytes of the buffer a frame arrives in."""
+"""Bytes of the buffer that a frame arrives in."""
 
 _HELD_UP_TO = 1000
 """Characters of an error that travel in a frame."""
@@ -27,11 +27,11 @@ _LENGTH = struct.Struct("<H")
 
 
 class Side(NamedTuple):
-    """A collective as one rank called it: enough to see whether another rank's call is the same, and to name both.
+    """A collective as one rank called it: enough to compare it with another rank's call, and to name both.
 
     key, dtype, fixed_shape must be the same on every rank of the group; fixed_shape is None where shapes may differ.
-    splits are the sizes of its pieces, where ranks may cut their inputs differently.
-    held is what the rank was about to say when it called it, as `texts.while_handling` has it; "" if nothing.
+    splits are the sizes of its pieces, where ranks may split their inputs differently.
+    held is the error that the rank was handling when it called this, by `texts.while_handling`; "" if none.
     """
 
     rank: int
@@ -63,9 +63,9 @@ def side_of(call: Call, x: Tensor, rank: int, lines: Lines, where: str) -> Side:
 
 
 class Header(NamedTuple):
-    """What precedes a tensor: the sender's side of the collective, and the number of its hops so far.
+    """The contents of a frame: the sender's side of the collective, and the number of its hops so far.
 
-    label      what is known of the data that is carried
+    label      of the data that is carried
     """
 
     side: Side
@@ -82,9 +82,9 @@ class Header(NamedTuple):
 
 
 def with_tuples(x: Any) -> Any:
-    """Turn what JSON has made of nested tuples into tuples again.
+    """Turn the lists that JSON has made of nested tuples into tuples again.
 
-    What ranks tell each other about their messages is JSON, never a pickle: reading a pickle runs whatever code it
+    Ranks describe their messages to each other in JSON, never in a pickle: reading a pickle runs whatever code it
     names, and any process that can connect could send one.
     """
     return tuple(map(with_tuples, x)) if isinstance(x, list) else x
@@ -102,7 +102,7 @@ def encode(header: Header) -> Tensor:
 
 
 def empty_frame() -> Tensor:
-    """A buffer for a frame to arrive in."""
+    """A buffer for a frame."""
     return torch.empty(SIZE, dtype=torch.uint8, device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""A launcher: a process that starts others by fork, so that what takes seconds to import is imported once."""
+"""A launcher: a process that starts others by fork, so that slow imports happen only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from tplab.errors import TplabError
 
 LAST_WORDS = 4000
-"""Bytes of what a process has said that an error repeats, where it has ended."""
+"""Bytes of a process's last output that an error repeats after the process has ended."""
 
 _BOOTSTRAP = """\
 import json, sys
@@ -35,11 +35,11 @@ class Launcher:
     """The process that starts workers, as seen from the process that wants them.
 
     entry      "module:function", called in each worker as function(arguments, fds)
-    preload    modules that are imported before the first fork, if the system lets a process fork after that
+    preload    modules that are imported before the first fork, if the system allows a fork after that
 
     The launcher is a fresh interpreter without the caller's threads: forking a process in which JAX or OpenMP has
-    started threads can hang. Workers end when the launcher does, and the launcher when its caller does; processes that
-    a worker has started end with it.
+    started threads can hang. Workers end with the launcher, the launcher with its caller, and processes that a worker
+    has started with the worker.
     """
 
     def __init__(self, entry: str, preload: Sequence[str] = ()):
@@ -65,7 +65,7 @@ class Launcher:
         self._is_gone = False
 
     def fileno(self) -> int:
-        """For use with select: readable when a worker has ended."""
+        """For select: readable when a worker has ended."""
         return self._socket.fileno()
 
     @property
@@ -92,7 +92,7 @@ class Launcher:
         )
 
     def ended(self, pid: int, within_seconds: float = 0.0) -> int | None:
-        """How the worker `pid` ended, as a status of `os.waitpid`; None while it has not."""
+        """How the worker `pid` ended, as a status of `os.waitpid`; None while it is running."""
         deadline = time.monotonic() + within_seconds
         with self._lock:
             while pid not in self._ended and not self._is_gone:
@@ -123,13 +123,13 @@ class Launcher:
         os.close(self.words)
 
     def forget(self) -> None:
-        """Called in a copy of this process (after a fork): the launcher does not belong to the copy."""
+        """Drop the launcher in a copy of this process (after a fork), to which it does not belong."""
         self._is_gone = True
         self._socket.close()
-        self._process.returncode = 0  # so that the copy does not wait for it
+        self._process.returncode = 0  # the copy must not wait for it
 
     def _read(self, timeout: float | None) -> list[dict[str, Any]]:
-        """What the launcher has said. Records which workers have ended."""
+        """Read and return the launcher's messages. Records which workers have ended."""
         if not select.select([self._socket], [], [], timeout)[0]:
             return []
         data = self._socket.recv(1 << 16)
@@ -142,7 +142,7 @@ class Launcher:
 
 
 def scratch_file() -> int:
-    """The descriptor of a file without a name, in memory if the system supports that."""
+    """The descriptor of an unnamed file, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("tplab", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -150,7 +150,7 @@ def scratch_file() -> int:
 
 
 def text_of(fd: int, last_bytes: int | None = None) -> str:
-    """What was written to a scratch file, or the end of it."""
+    """The contents of a scratch file, or the end of it."""
     size = os.fstat(fd).st_size
     start = 0 if last_bytes is None else max(0, size - last_bytes)
     return os.pread(fd, size - start, start).decode(errors="replace")
@@ -162,12 +162,12 @@ def text_of(fd: int, last_bytes: int | None = None) -> str:
 def serve(argv: Sequence[str]) -> None:
     """Start workers on request until the caller is gone, then end them all."""
     _, _, _, control_fd, entry, *preload = argv
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes: the caller decides
-    if sys.platform == "linux":  # elsewhere system libraries do not survive a fork once they are in use
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group: the caller decides
+    if sys.platform == "linux":  # elsewhere, system libraries do not survive a fork after their first use
         for name in preload:
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that no worker's garbage collector writes to the shared memory
+    gc.freeze()  # keeps the garbage collector of workers from writing to the shared memory
     control = socket.socket(fileno=int(control_fd))
     bell, ringer = socket.socketpair()
     ringer.setblocking(False)
@@ -208,7 +208,7 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def _kill(pid: int) -> None:
-    """End a worker and everything that it has started, which are one group of processes."""
+    """End a worker and everything that it has started: they are one process group."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -225,12 +225,12 @@ def _reap(children: set[int]) -> list[tuple[int, int]]:
 
 
 def _work(entry: str, arguments: dict[str, Any], fds: list[int], launcher: int) -> NoReturn:
-    """What a worker does, from its first moment to its last."""
+    """Run a worker, from its first moment to its last."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setpgid(0, 0)  # on both sides of the fork: one of them is first
+        os.setpgid(0, 0)  # on both sides of the fork, as either may be first
         die_with(launcher)
         words, *rest = fds
         os.dup2(words, 1)
@@ -249,12 +249,12 @@ def _work(entry: str, arguments: dict[str, Any], fds: list[int], launcher: int) 
 
 
 def die_with(parent: int) -> None:
-    """From here on this process is killed when its parent ends (on Linux; elsewhere this does nothing)."""
+    """Have this process killed when its parent ends (on Linux; elsewhere this does nothing)."""
     if sys.platform != "linux":
         return
     import ctypes
 
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it ended before it was asked for
+    if os.getppid() != parent:  # it has already ended
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Parcels: any Python objects on their way to another process. The tensors in them travel as memory, not as text."""
+"""Parcels: any Python objects, packed for another process. Their tensors travel as memory, not as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tplab.torch.processes.launcher import scratch_file
 from tplab.torch.ranks.watcher import Watched
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
-_ALIGNMENT = 64  # bytes, as in torch's own allocations: what a kernel computes may depend on it
+_ALIGNMENT = 64  # bytes, as in torch's own allocations: the results of kernels may depend on it
 _HEAD = struct.Struct("<QQ")
 
 
@@ -30,11 +30,11 @@ class Parcel:
     """Objects, packed once and sent to as many processes as need it.
 
     Functions and classes that cannot be imported elsewhere (from a notebook or a closure) are sent as code. All tensors
-    are in one piece of shared memory. A process that opens the parcel sees them as its own, and memory is only copied
-    when a process writes to it.
+    are in one piece of shared memory. In a process that opens the parcel, they are its own: memory is copied when a
+    process writes to it.
 
     contents   opened one after another, so that the first can prepare what the second needs
-    shared     False: the tensors are in the body too, as for another machine
+    shared     False: the body also contains the tensors, as for another machine
     """
 
     def __init__(self, *contents: Any, shared: bool = True):
@@ -65,7 +65,7 @@ class Parcel:
         to.sendall(self.body)
 
     def close(self) -> None:
-        """Release this side's hold on the memory; processes that have received it keep theirs."""
+        """Release this side's hold on the memory. Processes that have received it keep theirs."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -81,13 +81,13 @@ def send(to: socket.socket, content: Any) -> None:
 
 
 class Received:
-    """A parcel that has arrived but is not yet open: opening it imports what its content needs."""
+    """A parcel that has arrived but is not yet open: opening it imports what its contents need."""
 
     def __init__(self, body: bytes, memory: mmap.mmap | None = None):
         self._body, self._memory = body, memory
 
     def open(self) -> Any:
-        """The content; the first of several."""
+        """The content; the first one of several."""
         return next(self.contents())
 
     def contents(self) -> Iterator[Any]:
@@ -134,12 +134,12 @@ def _exactly(source: socket.socket, num_bytes: int) -> bytes:
 
 
 class _Storages:
-    """The memory of all tensors seen, each once, so that views stay views."""
+    """The memory of all tensors that are packed, each piece once, so that views remain views."""
 
     def __init__(self) -> None:
         self.storages: list[UntypedStorage] = []
         self._places: dict[int, int] = {}
-        self._met: list[UntypedStorage] = []  # so that no other storage gets the same address meanwhile
+        self._met: list[UntypedStorage] = []  # kept alive, so that no other storage gets the same address
 
     def place(self, storage: UntypedStorage) -> int:
         key = storage_id(storage)
@@ -152,7 +152,7 @@ class _Storages:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that puts the memory of tensors in a table, and sends the file of each code object beside it."""
+    """A pickler that puts the memory of tensors in a table, and adds the file to each code object."""
 
     def __init__(self, stream: io.BytesIO, table: _Storages):
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -168,7 +168,7 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
-        # From 3.1.3 on, cloudpickle says "<dynamic-code>" instead of the file, and every error has to name the file.
+        # Since 3.1.3, cloudpickle replaces the file by "<dynamic-code>", but every error has to name the file.
         rebuild, parts, *_ = self.dispatch_table[CodeType](obj)
         return _in_file, (obj.co_filename, rebuild, *parts)
 
@@ -192,7 +192,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def explained(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
-    """Turns an error in pickling into a TypeError that names what cannot be sent."""
+    """Turn an error in pickling into a TypeError that names what cannot be sent."""
     try:
         yield
     except Exception as error:
@@ -205,7 +205,7 @@ def explained(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
 
 
 def _parts(fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """What is sent with a function, by name: its arguments, and what it uses from its surroundings."""
+    """What is sent with a function, by name: its arguments, and the variables that it uses from outside."""
     for place, arg in enumerate(args):
         yield f"argument {place}", arg
     fn = fn.fn if isinstance(fn, Watched) else fn

@@ -1,4 +1,4 @@
-"""Collectives of a rank that is a process, between their start and their wait."""
+"""Collectives of a rank that is a process, from start to wait."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tplab.trace.label import Label, of_collective
 
 
 class ProcessPending(Pending):
-    """A collective that has been begun: its frames are on their way.
+    """A collective that has been started: its frames are in flight.
 
-    before   set when the collective that its group began before this one is over
-    over     set when this one is
+    before   set when the group's previous collective is over
+    over     set when this one is over
     """
 
     flight: Flight | None = None
@@ -38,17 +38,17 @@ class ProcessPending(Pending):
         self.phase = phase()
         self.group: Group = call.place.group
         self.over = Event()
-        self.ready: Any = None  # where the GPU was when the collective was begun, and where it has its result
+        self.ready: Any = None  # the GPU's position when the collective was started, and when the result is there
         self.done: Any = None
         self._flies = False
         self._taken: Tensor | None = None
         self._failure: BaseException | None = None
         self._result: Tensor | None = None
 
-    # --- what each kind of collective does -------------------------------------------------------------------------
+    # --- what differs between kinds of collectives -----------------------------------------------------------------
 
     def depart(self, x: Tensor) -> None:
-        """Send what this rank has to send, as it is now: the program may write to `x` later."""
+        """Send this rank's data as it is now: the program may write to `x` later."""
         raise NotImplementedError
 
     def arrive(self) -> Tensor:
@@ -56,11 +56,11 @@ class ProcessPending(Pending):
         raise NotImplementedError
 
     def note(self, result: Tensor, arrival: float) -> None:
-        """Write what has happened to the rank's journal, and advance its count of hops. A GPU that was still reading
-        what was sent is past that now, so that memory can go."""
+        """Record in the rank's journal what has happened, and advance its count of hops. A GPU is past reading what was
+        sent by now, so that memory can be freed."""
 
     def said(self, num_bytes: int, step: int, label: Label, values: np.ndarray | None) -> Said:
-        """What its note says, besides the times."""
+        """The contents of its note, except the times."""
         side, call = self.side, self.call
         about = num_bytes, side.shape, side.dtype, step, side.where, self.phase, call.reduction
         return Said(self.group, self.number, call.op, call.place.label, *about, label, values)
@@ -69,14 +69,14 @@ class ProcessPending(Pending):
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks from which nothing has come yet."""
+        """The ranks whose frames have not arrived yet."""
         return () if self.flight is None else self.flight.missing
 
     def fly(self) -> None:
         """Continue in a separate thread, so that it really overlaps with what the rank computes."""
         if self.flight is not None:
             self._flies = True
-            about = torch.get_num_threads(), torch.is_inference_mode_enabled()  # a new thread has its own
+            about = torch.get_num_threads(), torch.is_inference_mode_enabled()  # a new thread has its own settings
             Thread(target=self._fly, args=about, daemon=True).start()
 
     def _fly(self, num_threads: int, is_inference: bool) -> None:
@@ -97,7 +97,7 @@ class ProcessPending(Pending):
     def wait(self) -> Tensor:
         if self._result is None:
             now = self.rank.catch_up()
-            with no_dispatch():  # what follows is no operation of the program
+            with no_dispatch():  # what follows is not an operation of the program
                 self._result = self._land(now)
             self.rank.num_in_flight -= 1
             self.rank.go_on()
@@ -123,13 +123,14 @@ class ProcessPending(Pending):
         return result
 
     def check(self, other: Side) -> None:
-        """Raise CollectiveMismatchError where another rank is in another collective."""
+        """Raise CollectiveMismatchError if another rank is in another collective."""
         if not other.agrees(self.side):
             self.rank.verdict = mismatch(self.group, self.number, [self.side, other])
             raise self.rank.verdict
 
     def check_room(self, sides: Sequence[Side]) -> None:
-        """Raise CollectiveMismatchError where the ranks, in the order of positions, send what has no room here."""
+        """Raise CollectiveMismatchError if the ranks, in the order of positions, send more or less than this rank has
+        room for."""
         if not self.call.takes:
             return
         index = self.call.place.index
@@ -139,7 +140,7 @@ class ProcessPending(Pending):
             raise error
 
     def keep(self, x: Tensor) -> Tensor:
-        """The values of x as they are now, in one block of memory from which they can be sent."""
+        """The current values of x in one block of memory, from which they can be sent."""
         if not self.rank.engine.carries(self.call, x):
             x = x.cpu()
         kept = outcomes.own(x.detach().resolve_conj().resolve_neg())
@@ -173,7 +174,7 @@ class Alone(ProcessPending):
 class Message(ProcessPending):
     """A message to at most one rank, and one from at most one: ppermute, ring_shift, send and receive.
 
-    What comes may have any shape: the frame ahead of it says which, and a receive learns its type and device there too.
+    An incoming message may have any shape, which its frame contains. A receive also learns its dtype and device there.
     """
 
     def depart(self, x: Tensor) -> None:
@@ -231,8 +232,8 @@ class Message(ProcessPending):
 class Together(ProcessPending):
     """The collectives in which every rank of the group waits for every other.
 
-    Frames go ahead: once they have come from all ranks, and say the same, torch.distributed carries the tensors. A
-    rank has arrived when it hands its tensor over.
+    Frames go ahead: once they have arrived from all ranks and agree, torch.distributed carries the tensors. A rank
+    counts as arrived when it hands over its tensor.
     """
 
     def depart(self, x: Tensor) -> None:
@@ -271,7 +272,7 @@ class Together(ProcessPending):
         rank.journal.met.append(Met(self.begun, arrival, said))
 
     def _label(self, result: Tensor) -> Label:
-        """Whose data is in the result. Only what some of the ranks have made needs to be followed."""
+        """The label of the result. Only results of some of the ranks need to be followed."""
         is_all, index = len(self.group) == self.rank.mesh.size, self.call.place.index
         given = [
             Label(-1, (rank,)) if is_all else header.label

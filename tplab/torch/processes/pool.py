@@ -26,13 +26,13 @@ from tplab.torch.processes.program import Outcome, Program
 from tplab.torch.processes.waits import unmet
 
 SECONDS_FOR_OTHERS = 0.1
-"""A program that is wrong often fails on all ranks: so long the others have to say so, before they are ended."""
+"""How long the other ranks may take to report errors: a wrong program often fails on all ranks. Then they are ended."""
 
 SECONDS_FOR_CAUSE = 5.0
-"""A rank that has lost its connection followed another's end; so long we wait to hear of that."""
+"""How long to wait for the cause after a rank has lost its connection: another rank has ended."""
 
 POLL = 0.5
-"""Seconds; a Ctrl-C that the system hands to another thread reaches this one only between two waits."""
+"""Seconds; a Ctrl-C that the system delivers to another thread reaches this one only between two waits."""
 
 
 class Finished(NamedTuple):
@@ -45,7 +45,7 @@ class Finished(NamedTuple):
 
 
 class Member:
-    """One worker, as its pool sees it. What its programs print goes to two files, and what else is said to `words`."""
+    """One worker, as its pool sees it. Its programs print to two files; all other output goes to `words`."""
 
     def __init__(self, launcher: Launcher, rank: int, about: dict[str, Any]):
         self.rank, self.is_gone = rank, False
@@ -62,7 +62,7 @@ class Member:
 
 
 class Pool:
-    """Processes for `num_ranks` ranks. Once anything goes wrong in one of them, the pool is closed: make a new one."""
+    """Processes for `num_ranks` ranks. If anything goes wrong in one of them, the pool is closed."""
 
     def __init__(self, launcher: Launcher, num_ranks: int, has_gpus: bool):
         self._launcher, self._sources = launcher, Sources()
@@ -78,36 +78,36 @@ class Pool:
             raise
 
     def is_fit(self) -> bool:
-        """Whether the pool can run another program: all processes are alive, and have imported current modules."""
+        """Whether the pool can run another program: all processes are alive, and their modules are up to date."""
         if self.is_closed or not self._launcher.is_alive or self._sources.have_changed():
             return False
         return all(outcome is not None for _, outcome in self._outcomes(0))
 
     def run(self, program: Program, parcel: parcels.Parcel) -> Finished:
-        """Run the program, which is packed in `parcel`. After an error the pool is closed."""
+        """Run the program that `parcel` contains. After an error the pool is closed."""
         outcomes: dict[int, Outcome] = {}
         error: BaseException | None
         try:
             for member in self.members:
                 os.ftruncate(member.stdout, 0)
                 os.ftruncate(member.stderr, 0)
-                with suppress(ConnectionError):  # it has ended, as we shall hear
+                with suppress(ConnectionError):  # it has ended, which will be noticed
                     parcel.send(member.control)
             error = self._collect(outcomes) or _first_error(outcomes, program) or _unmet(outcomes)
-        except BaseException as interrupt:  # Ctrl-C, most likely
+        except BaseException as interrupt:  # usually Ctrl-C
             error = interrupt
         printed = [
             [text_of(member.stdout) for member in self.members],
             [text_of(member.stderr) for member in self.members],
         ]
         if error is not None or not all(outcome.is_clean for outcome in outcomes.values()):
-            self.close()  # what is still on its way would reach the next program
+            self.close()  # what is still in flight would reach the next program
         return Finished(
             [] if error is not None else [outcomes[rank] for rank in range(self.num_ranks)], error, *printed
         )
 
     def _collect(self, outcomes: dict[int, Outcome]) -> TplabError | None:
-        """Gather outcomes until there is one from each rank, or waiting for more is useless."""
+        """Gather outcomes until every rank has one, or it is useless to wait for more."""
         deadline = float("inf")
         while len(outcomes) < self.num_ranks and (left := deadline - time.monotonic()) > 0:
             for member, outcome in self._outcomes(min(left, POLL)):
@@ -121,7 +121,7 @@ class Pool:
         return None
 
     def _outcomes(self, timeout: float) -> Iterator[tuple[Member, Outcome | None]]:
-        """What workers have sent; None from one whose process has ended."""
+        """The outcomes that workers have sent; None for a worker whose process has ended."""
         alive = [member for member in self.members if not member.is_gone]
         sources: list[Any] = [*alive, self._launcher] if self._launcher.is_alive else alive
         for source in wait_for_any(sources, timeout):
@@ -153,7 +153,7 @@ class Pool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def forget(self) -> None:
-        """Called in a copy of this process (after a fork): the pool does not belong to the copy."""
+        """Drop the pool in a copy of this process (after a fork), to which it does not belong."""
         self.is_closed = True
         for member in self.members:
             member.control.close()
@@ -171,7 +171,7 @@ def _opened(member: Member, parcel: parcels.Received) -> Outcome:
 
 
 def _first_error(outcomes: dict[int, Outcome], program: Program) -> TplabError | None:
-    """The error of the lowest rank that failed by itself, or else of the lowest that failed at all."""
+    """The error of the lowest rank that failed by itself, otherwise of the lowest that failed at all."""
     failed = {rank: outcome.raised for rank, outcome in sorted(outcomes.items()) if outcome.raised is not None}
     by_itself = [rank for rank, raised in failed.items() if not raised.is_lost]
     if not failed:
@@ -190,8 +190,8 @@ def _unmet(outcomes: dict[int, Outcome]) -> TplabError | None:
 class Sources:
     """The files of the user's own modules, and when they were written.
 
-    A warm process has already imported what it needed. When the user then edits a module and reloads it here, the
-    process would still use the old one.
+    A warm process keeps the modules that it has imported. If the user edits and reloads one of them here, the process
+    would still use the old one.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Sources:
         self.have_changed()
 
     def have_changed(self) -> bool:
-        """Whether a file is newer than at the last call; files first seen now are noted."""
+        """Whether a file is newer than at the last call. Files that are new to this object are noted."""
         changed = False
         for module in list(sys.modules.values()):
             file = vars(module).get("__file__") if isinstance(module, ModuleType) else None

@@ -1,4 +1,4 @@
-"""A program as it is sent to a rank's process, and what comes back: a result, or what it raised."""
+"""A program as it is sent to a rank's process, and what is sent back: a result, or what it raised."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tplab.trace.journal import Journal
 
 
 class Settings(NamedTuple):
-    """What a program may depend on but a new process does not inherit."""
+    """The settings that a program may depend on but a new process does not inherit."""
 
     default_dtype: torch.dtype
     default_device: torch.device
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def here(cls, num_ranks: int) -> Settings:
-        """The settings of the calling thread; each of `num_ranks` gets a share of its threads for tensor operations."""
+        """The settings of the calling thread; each of `num_ranks` ranks gets a share of its threads."""
         return cls(
             torch.get_default_dtype(),
             torch.get_default_device(),
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
         )
 
     def adopt(self) -> None:
-        """Apply these settings to this process; `state` has those that end with a block."""
+        """Apply these settings to this process; `state` applies those that end with a block."""
         torch.set_default_dtype(self.default_dtype)
         if self.deterministic != torch.are_deterministic_algorithms_enabled():  # asked first: setting it takes a second
             torch.use_deterministic_algorithms(self.deterministic)
@@ -72,7 +72,7 @@ class Settings(NamedTuple):
     @contextmanager
     def state(self) -> Iterator[None]:
         with ExitStack() as stack:
-            # a GPU's backward pass would run in a thread that does not know which rank it works for
+            # a GPU's backward pass would run in a thread that does not know its rank
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -93,7 +93,7 @@ class Program(NamedTuple):
     cells: dict[str, int]
 
     def rank(self, rank: int, exchange: Exchange) -> ProcessRank:
-        """The rank with this number, to run the program. Each keeps the values of its share of messages."""
+        """The rank with this number, to run the program. Each rank keeps the values of its share of messages."""
         record = -(-self.job.keep_values // self.job.mesh.size)
         return ProcessRank(rank, self.job.mesh, exchange, record=record, cells=self.cells)
 
@@ -101,11 +101,11 @@ class Program(NamedTuple):
 class Raised(NamedTuple):
     """What a rank raised, in a form that can be sent.
 
-    error        as a parcel; None where it could not be sent
-    line         the line of the program it came from
-    stack        (file, line, function) of the program's frames, the outermost first
-    is_lost      whether it only followed from what happened to another rank
-    is_verdict   whether the rank found that its collective differs from the others', or that no rank can go on
+    error        as a parcel; None if it could not be packed
+    line         the program's line that raised it
+    stack        (file, line, function) of the program's frames, outermost first
+    is_lost      whether it only followed from what happened on another rank
+    is_verdict   whether the rank found a mismatch between its collective and the others', or a deadlock
     """
 
     error: bytes | None
@@ -117,7 +117,7 @@ class Raised(NamedTuple):
     is_verdict: bool
 
     def to_text(self, rank: int) -> bytes:
-        """The text for a place where others may write. It leaves out the pickle, which must not be read from there."""
+        """The text for a place that others may write to. The pickle is left out: it must not be read from there."""
         return json.dumps([rank, *self[1:]]).encode()
 
     @classmethod
@@ -129,7 +129,7 @@ class Raised(NamedTuple):
 class Outcome(NamedTuple):
     """How a rank's program ended: with `result`, or with what it raised.
 
-    is_clean     whether everything it began was waited for
+    is_clean     whether everything it started was waited for
     """
 
     rank: int
@@ -141,7 +141,7 @@ class Outcome(NamedTuple):
 
 
 def check_arguments(job: Job) -> None:
-    """Raise SpecError or ShapeError where the arguments cannot be split as in_specs says."""
+    """Raise SpecError or ShapeError if the arguments cannot be split as in_specs says."""
     for arg, entry in zip(job.args, arguments.entries_of(job.in_specs, len(job.args), "in_specs", "arguments")):
         for leaf, spec in zip(pytree.tree_leaves(arg), arguments.spread(entry, arg, "in_specs")):
             if isinstance(leaf, Tensor | np.ndarray):
@@ -176,15 +176,15 @@ def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) 
 
 
 def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
-    """What `rank` raised, in a form that can be sent; `rank` is None if it was raised before there was a rank.
+    """What `rank` raised, in a form that can be sent; `rank` is None if there was no rank yet.
 
-    Where it has lost its connections because of a verdict, that is what it raised.
+    If it has lost its connections because of a verdict, the verdict is what it raised.
     """
     if rank is not None and rank.verdict is not None and isinstance(error, ConnectionLost):
         error = rank.verdict
     try:
         text = Parcel(error, shared=False).body
-        Received(text).open()  # many exceptions can be written but not read: their arguments are not those of __init__
+        Received(text).open()  # many exceptions can be packed but not opened: __init__ takes other arguments
     except Exception:
         text = None
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,9 @@
-"""A rank that is a process of its own: torch.distributed carries its tensors, and frames go ahead of them.
+"""A rank that is a process of its own: torch.distributed carries its tensors, preceded by frames.
 
-Before a collective, each rank tells the others of its group which one it calls, on what and where, in a frame over
-gloo. So a mismatch is an error with the lines, and nothing is added up that does not belong together. Then gloo's own
-collective carries the tensors; between GPUs, NCCL's. A message (ppermute, ring_shift, send, receive) follows its frame.
+Before a collective, each rank tells the others of its group in a frame over gloo which one it calls, with what tensor
+and on which line. So a mismatch is an error with the lines, and never a sum of tensors that do not belong together.
+Then gloo's own collective carries the tensors; between GPUs, NCCL's. A message (ppermute, ring_shift, send, receive)
+follows its frame.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class ProcessRank(RecordedRank):
     def __init__(self, rank: int, mesh: Mesh, exchange: Exchange, **options: Any):
         super().__init__(rank, mesh, exchange, **options)
         self._tags = Tags(mesh)
-        self._over: dict[Group, Event] = {}  # for each group, set when the last collective that it began is over
+        self._over: dict[Group, Event] = {}  # for each group, set when its last started collective is over
         self._begun: dict[Group, int] = {}
         self._last_sides: deque[tuple[Group, int, Side]] = deque(maxlen=waits.REMEMBERED)
 
     def report(self) -> Report:
-        """What this rank has begun, and what it waits for. Another thread asks while the rank is waiting."""
+        """What this rank has started, and what it waits for. Another thread calls this while the rank is waiting."""
         pending = self.waits_in
         wait = None if pending is None else Wait(pending.side, pending.group, pending.number, pending.missing)
         sides = {(group, number): side for group, number, side in list(self._last_sides)}
         return Report(self.rank, wait, dict(self._begun), sides)
 
     def begin(self, call: Call, x: Tensor) -> Pending:
-        with no_dispatch():  # what follows is no operation of the program
+        with no_dispatch():  # what follows is not an operation of the program
             pending = self._begun_as(call, x)
             if call.op != "send":  # no rank waits for a send
                 pending.fly()
@@ -70,26 +71,26 @@ class ProcessRank(RecordedRank):
             kind = Alone
         pending = kind(self, call, side, number, self._tags.of(group, number), now)
         between_gpus = kind is Message and x.is_cuda and self.engine.carries(call, x)
-        if kind is Together or between_gpus:  # the engine needs them in the same order on every rank
+        if kind is Together or between_gpus:  # the engine needs the same order on every rank
             pending.before, self._over[group] = self._over.get(group), pending.over
         pending.depart(x)
         self.go_on()
         return pending
 
 
-# --- a rank that stands still -----------------------------------------------------------------------------------------
+# --- a rank that is stuck ---------------------------------------------------------------------------------------------
 
 
 LOOK_EVERY = 0.25
-"""Seconds between two looks; the second look that finds a rank in one wait reports it."""
+"""Seconds between two looks. A rank that is in the same wait at two looks reports it."""
 
 
 class Watch:
-    """The watch over one rank of one run, from when it is made until `close`. A rank that stands still says in the
-    store what it waits for; if no rank can go on, the run ends.
+    """Watches one rank of one run until `close`. A rank that is stuck posts in the store what it waits for; if no rank
+    can go on, the run ends.
 
     store       of this run alone, where ranks read each other's reports
-    break_off   called once it is certain that no rank can go on, and the rank's verdict says why: it closes the
+    break_off   called once it is certain that no rank can go on, with the reason in the rank's verdict: it closes the
                 connections that the rank waits on, so that its program wakes up
     """
 

@@ -1,4 +1,4 @@
-"""The rank of this process as its collectives see it: its clock, its journal, and what the trace keeps of contents."""
+"""The rank of this process as its collectives see it: its clock, its journal, and the contents kept for the trace."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RecordedRank(Rank):
             self._meter.close()
 
     def catch_up(self, held: int = -1) -> float:
-        """Note what this rank has computed since the last note, and what it holds now. Returns the time."""
+        """Record what this rank has computed since the last record, and what it holds now. Returns the time."""
         now = time.perf_counter()
         self.journal.computed.append(Computed(self._seen_at, now, self._doing, held))
         return now
@@ -79,24 +79,24 @@ class RecordedRank(Rank):
             self.go_on()
 
     def go_on(self) -> None:
-        """From here on the rank computes."""
+        """Start a new span of computation."""
         self._seen_at = time.perf_counter()
 
     def way_is_free(self, target: int) -> int:
-        """The first hop at which something can travel to `target`: after what this rank waited for and sent there."""
+        """The first hop in which something can travel to `target`: after what this rank waited for and sent there."""
         return max(self.hops, self._ways.get(target, 0))
 
     def take_way(self, target: int, hop: int) -> None:
         self._ways[target] = max(hop + 1, self._ways.get(target, 0))
 
-    # --- what the trace keeps of contents, as simulated ranks do ---------------------------------------------------
+    # --- contents kept for the trace, as on simulated ranks --------------------------------------------------------
 
     def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
-        """The ranks whose data is in a tensor that is sent, and its values, if they are kept."""
+        """The label of a tensor that is sent, and its values if they are kept."""
         return self._provenance.of(x), self.values.of(x)
 
     def put_in(self, x: Tensor) -> Label:
-        """Whose data a tensor has that is put into a collective."""
+        """The label of a tensor that is put into a collective."""
         return self._provenance.put_in(x) or Label(-1, (self.rank,))
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
@@ -108,7 +108,7 @@ class RecordedRank(Rank):
         self._provenance.starts_with(x)
 
     def received(self, x: Tensor, label: Label | None) -> None:
-        """Follow the data of what was received through this rank's operations."""
+        """Follow the data of a received tensor through this rank's operations."""
         self._provenance.received(x, label)
 
 

@@ -1,4 +1,4 @@
-"""Under torchrun: the processes that it has started, on one machine or many, are the ranks."""
+"""Under torchrun: the processes that it has started, on one machine or several, are the ranks."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
 
 _FAILURE = "failure"
-"""In the store of a run: what the first rank that failed has raised."""
+"""The key in a run's store for what the first rank that failed has raised."""
 
 SECONDS_FOR_CAUSE = 5.0
-"""So long a rank that has lost its connection waits to hear why."""
+"""How long a rank that has lost its connection waits for the cause."""
 
 
 class Membership:
-    """This process among those that torchrun has started; joins them when it is made.
+    """This process among those that torchrun has started; it joins them when it is made.
 
-    If torch.distributed already has a group, it is used as it is. What ranks say to each other goes through a separate
-    gloo group of ours, which is made again after a failed run.
+    An existing group of torch.distributed is used as it is. Ranks talk to each other through a separate gloo group of
+    tplab's, made again after a failed run.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Membership:
         return self._exchange
 
     def break_off(self) -> None:
-        """Close all connections, so that every rank that waits for this one is released."""
+        """Close all connections, which releases every rank that waits for this one."""
         if self._exchange is not None:
             self._exchange.break_off()
             self._exchange = None
@@ -93,9 +93,9 @@ def _leave() -> None:
 def offset_from_first(gloo: Any, rank: int, num_ranks: int, rounds: int = 8) -> float:
     """How far this machine's clock must be advanced to agree with the first rank's.
 
-    Every rank asks the first one for the time, as in Cristian 1989: the answer was given about midway between the
-    question and its arrival. The quickest of several rounds is used. On one machine both read one clock, and the
-    measured offset is smaller than its uncertainty: then it is 0.
+    Every rank asks the first one for the time, as in Cristian 1989: the answer dates from about midway between the
+    question and its arrival. The quickest of several rounds is used. On one machine both ranks read the same clock, and
+    the measured offset is smaller than its uncertainty: then the result is 0.
     """
     time_of_first = torch.zeros(1, dtype=torch.float64)
     quickest, offset = float("inf"), 0.0
@@ -119,12 +119,12 @@ _membership: list[Membership] = []  # one, once this process has joined
 
 
 def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run a program as this process's rank of its mesh. Returns the results of all ranks and what makes the trace.
+    """Run a program as this process's rank of its mesh. Returns the results of all ranks, and a function for the trace.
 
     Every process runs the same script and calls this with the same arguments; each takes its own piece of them. What a
-    rank prints appears at once, labelled. Results are gathered on every rank, so return something small, or None. When
-    a rank raises, all are released, and the error that names it is raised on all. Raises MeshError if the number of
-    ranks in the mesh is not the number of processes.
+    rank prints appears at once, labelled. Results are gathered on every rank, so return something small, or None. If a
+    rank raises, all are released, and all raise the error that names it. Raises MeshError unless the mesh has one rank
+    per process.
     """
     if not _membership:
         _membership.append(Membership())
@@ -132,7 +132,7 @@ def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     if mesh.size != here.num_ranks:
         raise MeshError(
             f"torchrun has started {here.num_ranks} processes, and {mesh} has {mesh.size} ranks; give torchrun "
-            f"--nnodes and --nproc-per-node that make {mesh.size}, or run takes a mesh of {here.num_ranks}"
+            f"--nnodes and --nproc-per-node that make {mesh.size}, or run on a mesh of {here.num_ranks}"
         )
     check_arguments(job)
     program = Program(job, Settings.here(1), {})
@@ -154,7 +154,7 @@ def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     results, journals, reports, cleans = zip(*gathered)
     error = unmet(reports)
     if error is not None or not all(cleans):
-        here.break_off()  # what is still on its way would reach the next program
+        here.break_off()  # what is still in flight would reach the next program
     else:
         exchange.all_sent()
     store.delete_key(str(here.rank))
@@ -164,7 +164,7 @@ def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
 
 
 def _named(error: BaseException, rank: ProcessRank, here: Membership, store: Any) -> BaseException:
-    """The error to raise here for `error`, which ended this rank. The others are informed and released."""
+    """The error to raise here for `error`, which ended this rank. The other ranks are informed and released."""
     said = raised(error, rank)
     if said.is_lost:
         found = _failure_of_another(store, rank.mesh)
@@ -189,7 +189,7 @@ def _failure_of_another(store: Any, mesh: Mesh) -> TplabError | None:
 
 @contextmanager
 def _labelled(rank: int) -> Iterator[None]:
-    """While this is open, each printed line says which rank it is from, and appears when it ends."""
+    """A context in which each printed line appears when it ends, labelled with its rank."""
     stream = sys.stdout
     live = LiveOutput(stream, lambda: rank, Screen())
     sys.stdout = cast(TextIO, live)

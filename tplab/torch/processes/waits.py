@@ -18,7 +18,7 @@ Group = tuple[int, ...]
 
 
 class Wait(NamedTuple):
-    """A rank that waits in its collective number `number` over `group` for the ranks in `missing`."""
+    """A rank that waits in its group's collective number `number` for the ranks in `missing`."""
 
     side: Side
     group: Group
@@ -27,9 +27,9 @@ class Wait(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one rank has begun so far, and what it waits for; `wait` is None for a rank whose program has returned.
+    """What one rank has started so far, and what it waits for; `wait` is None if its program has returned.
 
-    begun   for each group, the number of its collectives that were begun
+    begun   for each group, the number of its collectives that were started
     calls   (group, number) -> how the rank called it; only for the last ones
     """
 
@@ -52,11 +52,11 @@ class Report(NamedTuple):
 
 
 def verdict(reports: Mapping[int, Report], mesh: Mesh) -> TplabError | None:
-    """The error that explains why ranks are stuck, if it is certain; ranks without a report are running.
+    """The error that explains why ranks are stuck, if that is certain; ranks without a report are running.
 
-    A report may be old: the rank may have gone on since. It went on because a rank it waited for began the collective,
-    and that rank, if it was waiting too, first had to go on itself. So if no rank can be the first to go on according
-    to the reports, then no rank has.
+    A report may be old: the rank may have continued since. But then a rank that it waited for had started the
+    collective, and that rank, if it was waiting too, first had to continue itself. So if no rank can be the first to
+    continue according to the reports, then no rank has.
     """
     for report in reports.values():
         if report.wait is not None and (error := _mismatch_at(report, report.wait, reports)):
@@ -73,7 +73,7 @@ def verdict(reports: Mapping[int, Report], mesh: Mesh) -> TplabError | None:
 
 
 def _unbegun(wait: Wait, reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that are waited for and have not begun the collective. What the others have begun is on its way."""
+    """The ranks that are waited for and have not started the collective. What the others have started is in flight."""
     return [
         rank for rank in wait.missing if rank not in reports or not reports[rank].has_begun(wait.group, wait.number)
     ]
@@ -89,7 +89,7 @@ def _mismatch_at(report: Report, wait: Wait, reports: Mapping[int, Report]) -> T
 
 
 def mismatch(group: Group, number: int, sides: Sequence[Side]) -> TplabError:
-    """The error for ranks whose collectives number `number` over `group` differ."""
+    """The error for ranks that differ in the collective number `number` of `group`."""
     said = texts.mismatch(number, sides[0].key[1], group, [(side.rank, side.text) for side in sides])
     return _behind(sides, said)
 
@@ -99,7 +99,7 @@ def _behind(sides: Iterable[Side], error: TplabError) -> TplabError:
 
 
 def unmet(reports: Sequence[Report]) -> CollectiveMismatchError | None:
-    """The error for a collective that some of its group never reached, though all have returned."""
+    """The error for a collective that some of its group never reached, though all ranks have returned."""
     for group in dict.fromkeys(group for report in reports for group in report.begun):
         members = [report for report in reports if report.rank in group]
         number = min(report.begun.get(group, 0) for report in members)

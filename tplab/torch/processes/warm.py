@@ -1,4 +1,4 @@
-"""Ranks on this machine, each a process of its own, kept warm from one run to the next until no more follow."""
+"""Ranks on this machine, each in its own process, kept warm from one run to the next until no more runs follow."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
 
 KEPT_WARM = 2
-"""How many pools are kept, of the sizes used last: each holds memory."""
+"""How many pools are kept, of the most recent sizes: each holds memory."""
 
 SECONDS_AT_REST = 3.0
-"""After so long without a run, the ranks' processes end: each holds some 40 MB. New ones take a quarter of a second."""
+"""Seconds without a run after which the ranks' processes end: each holds some 40 MB. New ones take 0.25 s."""
 
 SECONDS_TO_KEEP = 30.0
-"""After so long, also the launcher ends, which holds what torch has imported, 160 MB; a new one takes some seconds."""
+"""Seconds after which the launcher also ends. It holds torch's imports, 160 MB; a new one takes some seconds."""
 
 
 class _Warm:
@@ -62,7 +62,7 @@ class _Warm:
         return pool
 
     def rest(self) -> None:
-        """Called after each run: if no other one follows soon, end the processes; and later the launcher."""
+        """After each run: if no other run follows soon, end the processes, and later the launcher."""
         self._wake_up()
         self._end_later(SECONDS_AT_REST, self._close_pools)
 
@@ -98,7 +98,7 @@ class _Warm:
             self._launcher = None
 
     def forget(self) -> None:
-        """Called in a copy of this process (after a fork): processes and connections belong to the original."""
+        """Drop everything in a copy of this process (after a fork): it all belongs to the original."""
         for pool in self._pools.values():
             pool.forget()
         if self._launcher is not None:
@@ -107,8 +107,8 @@ class _Warm:
 
 
 def _also() -> list[str]:
-    """What else the ranks will import, so that they have it in common: torch's first optimizer imports its compiler,
-    which takes 70 MB and a second, and a program that makes one here will make one there."""
+    """Further modules that the ranks will import, to be shared by them: torch's first optimizer imports its compiler,
+    which takes 70 MB and a second, and a program that has made an optimizer here will make one there."""
     return [name for name in ("torch._dynamo",) if name in sys.modules]
 
 
@@ -118,19 +118,19 @@ os.register_at_fork(after_in_child=_warm.forget)
 
 
 def shut_down() -> None:
-    """End the processes that are kept warm; the next run starts new ones. They also end when this process does, and
-    after a time without a run."""
+    """End the processes that are kept warm; the next run starts new ones. They also end with this process, and after
+    some time without a run."""
     with _warm.lock:
         _warm.close()
 
 
 def run_on_processes(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
-    """Run a program on every rank of its mesh, each a process. Returns each rank's result and what makes the trace.
+    """Run a program on every rank of its mesh, each a process. Returns each rank's result, and what makes the trace.
 
-    The first run starts the processes; later runs on the same number of ranks find them warm. It is sent as code, so it
-    may be a function of a notebook cell, a lambda or a closure; modules that it needs are imported from where this
-    process finds them. Results equal those of simulated ranks up to rounding: gloo and NCCL add up in their own order,
-    and each process computes with its share of this process's threads, over which torch splits large sums.
+    The first run starts the processes; later runs on the same number of ranks find them warm. The program is sent as
+    code, so it may be a function of a notebook cell, a lambda or a closure; modules that it needs are imported from
+    where this process finds them. Results equal those of simulated ranks up to rounding: gloo and NCCL add up in their
+    own order, and each process computes with its share of this process's threads, over which torch splits large sums.
     """
     check_arguments(job)
     job = job._replace(args=tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in job.args))

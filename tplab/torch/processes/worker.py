@@ -24,15 +24,15 @@ from tplab.torch.processes.program import Outcome, Program, Settings, carry_out,
 from tplab.torch.processes.rank import ProcessRank, Watch
 
 SECONDS_AT_REST = 0.5
-"""After so long without a program, a worker returns the memory that its last program has freed. Between programs that
-follow one another at once it stays: returning it would cost them time."""
+"""Seconds without a program after which a worker returns the memory that its last program has freed. Between programs
+in quick succession the memory stays: returning it would cost them time."""
 
 WORTH_RETURNING = 8_000_000
-"""Bytes; below that, it is not worth a search through all heaps."""
+"""Bytes; less is not worth a search through all heaps."""
 
 
 class Worker:
-    """One rank's process. Each parcel that comes over `control` is a program; when `control` closes, it ends."""
+    """One rank's process. Each parcel that arrives over `control` is a program; it ends when `control` closes."""
 
     def __init__(self, rank: int, control: socket.socket, exchange: Exchange, store: dist.Store):
         self._rank, self._control, self._exchange, self._store = rank, control, exchange, store
@@ -46,7 +46,7 @@ class Worker:
         number = 0
         while True:
             parcel, number = self._next(), number + 1
-            if self._watch is not None:  # also of a rank that has returned: others may wait for it
+            if self._watch is not None:  # even if the rank has returned: others may wait for it
                 self._watch.close()
             outcome = self._outcome(parcel, dist.PrefixStore(f"run{number}/", self._store))
             try:
@@ -56,7 +56,7 @@ class Worker:
                 parcels.send(self._control, outcome._replace(result=None, raised=raised(TypeError(note), None)))
             del outcome, parcel
             with suppress(ConnectionLost):  # then this pool is abandoned
-                self._exchange.all_sent()  # so that no memory is held
+                self._exchange.all_sent()  # frees the memory of what was sent
 
     def _next(self) -> Received:
         try:
@@ -79,7 +79,7 @@ class Worker:
         try:
             contents = parcel.contents()
             settings: Settings = next(contents)
-            settings.adopt()  # the program may be in a module that can only be found now
+            settings.adopt()  # the program may be in a module that can only be found after this
             program: Program = next(contents)
             rank = program.rank(self._rank, self._exchange)
             self._watch = Watch(rank, store, self._exchange.break_off)
@@ -95,13 +95,13 @@ class Worker:
 
 
 def main(arguments: dict[str, int | str], fds: list[int]) -> None:
-    """The life of a worker: rank `arguments["rank"]` of `arguments["num_ranks"]`, with or without a GPU.
+    """Run a worker: rank `arguments["rank"]` of `arguments["num_ranks"]`, with or without a GPU.
 
     The ranks find each other through a file in a directory that only this user may read. It tells gloo where to
     connect.
 
     fds     the socket to the process that asked for the worker, and the files for what its programs print to stdout and
-            to stderr; what libraries and Python itself write there, as when it crashes, goes elsewhere
+            to stderr; the output of libraries and of Python itself, as in a crash, goes elsewhere
     """
     faulthandler.enable(all_threads=False)
     rank, num_ranks, has_gpu = int(arguments["rank"]), int(arguments["num_ranks"]), bool(arguments["has_gpu"])
@@ -122,6 +122,6 @@ def _written_at_once(fd: int) -> TextIO:
 
 
 def loopback() -> str:
-    """The name of the interface on which a machine talks to itself."""
+    """The name of the machine's loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])

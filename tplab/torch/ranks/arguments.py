@@ -1,4 +1,4 @@
-"""What `run` is asked for, and what goes into the program: each rank's own piece of every argument."""
+"""What `run` is asked to run, and each rank's own piece of every argument."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED_FROM = 1 << 22  # bytes; up to here a copy is quick and small
 
 
 class Job(NamedTuple):
-    """What `run` is asked for: a program and its ranks. The arguments are whole: each rank takes its own piece of them.
+    """What `run` is asked to run: a program, its ranks, and whole arguments. Each rank takes its own piece of them.
 
     keep_values   the number of messages whose values the trace keeps
     """
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 class Arguments:
-    """The arguments of a program. Each rank gets its own: of each tensor the piece that its spec gives it, in memory
+    """The arguments of a program. Each rank gets its own: the piece of each tensor that its spec selects, in memory
     that nothing else writes to.
 
     in_specs   None (everything whole), one P for all, or a sequence with one entry per argument; an entry is None, a P
@@ -50,9 +50,9 @@ class Arguments:
 
     num_here   how many of the ranks are in this process
 
-    Everything is copied. A large tensor that several ranks get whole has only one copy, until one of them writes to it.
-    Within one rank things stay connected as they were: a module and its optimizer, or a tensor that is passed twice.
-    A tensor's `.grad` is not copied, just as when it is sent to another process.
+    Everything is copied. A large tensor that several ranks get whole has only one copy until one of them writes to it.
+    Within one rank, references are kept: a module and its optimizer, or a tensor that is passed twice. A tensor's
+    `.grad` is not copied, just as when it is sent to another process.
     """
 
     def __init__(self, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None, num_here: int):
@@ -73,8 +73,8 @@ class Arguments:
     @torch.no_grad()
     def of(self, rank: int) -> list[Any]:
         """The arguments of one rank."""
-        found: dict[tuple[int, P], Tensor] = {}  # what this rank already has, so that it gets it only once
-        memo: dict[int, Any] = {}  # the same for `copy.deepcopy`, which sees no specs
+        found: dict[tuple[int, P], Tensor] = {}  # what this rank already has, so that it is made only once
+        memo: dict[int, Any] = {}  # the same for `copy.deepcopy`, which ignores specs
         args = []
         for place, (structure, leaves, specs) in enumerate(self._trees):
             mine = []
@@ -105,7 +105,7 @@ class Arguments:
         return piece.requires_grad_(isinstance(leaf, Tensor) and leaf.requires_grad)
 
     def _whole(self, x: Tensor, key: int) -> Tensor:
-        """A copy of all of x, with the memory layout of x, as in torch's clone."""
+        """A copy of x in its own memory layout, as torch's clone makes it."""
         if x.dtype in WITHOUT_KERNELS:
             return own(x)
         is_plain = x.is_cpu and x.layout is torch.strided
@@ -125,8 +125,8 @@ class Arguments:
             mine = copy.deepcopy(leaf, memo)
         except Exception as error:
             raise TypeError(
-                f"argument {place} is or holds a {type(leaf).__name__}, of which the ranks cannot have their own copy: "
-                f"{error};\nmake it inside the program, or let the program read it from around it: ranks then share it"
+                f"argument {place} is or holds a {type(leaf).__name__}, which cannot be copied for each rank: "
+                f"{error};\nmake it inside the program, or let the program read it from outside: ranks then share it"
             ) from error
         return mine.to(self._device) if isinstance(mine, nn.Module) and self._device is not None else mine
 
@@ -141,7 +141,7 @@ def entries_of(specs: Any, count: int, name: str, what: str) -> list[Any]:
 
 
 def spread(spec: Any, tree: Any, name: str) -> list[P]:
-    """One P per leaf of `tree`, from a spec that is a structure of the same shape, or stands for a whole part of it."""
+    """One P per leaf of `tree`, from a spec with the same structure, in which a P may replace a whole subtree."""
     if spec is None:
         spec = P()
     if isinstance(spec, P):
@@ -164,14 +164,14 @@ def _check_whose(spec: Any, name: str) -> None:
 
 
 def _tensor_of(array: np.ndarray) -> Tensor:
-    """The array as a tensor; it need not share the array's memory."""
+    """The array as a tensor, which may share its memory."""
     if not array.dtype.isnative or min(array.strides, default=0) < 0 or not array.flags.writeable:
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(array)
 
 
 def _tensors_of(leaf: Any) -> list[Tensor]:
-    """The tensors of an object that may be large."""
+    """The tensors of an object that may be large: a module or an optimizer."""
     if isinstance(leaf, nn.Module):
         return list(chain(leaf.parameters(), leaf.buffers()))
     if isinstance(leaf, torch.optim.Optimizer):
@@ -179,14 +179,14 @@ def _tensors_of(leaf: Any) -> list[Tensor]:
     return []
 
 
-# --- large tensors that every rank gets whole: in memory once, as long as ranks only read them ------------------------
+# --- large tensors that every rank gets whole: in memory once, while ranks only read them -----------------------------
 
 
 class Pages:
-    """A copy of a CPU tensor, and further ones that share its memory page by page until a page is written to.
+    """A copy of a CPU tensor, and further copies that share its memory page by page until a page is written to.
 
-    The operating system keeps track: each copy is a private mapping of one file without a name. So every write counts,
-    whether torch makes it or not. Like any memory that is not torch's own, such a tensor cannot be resized.
+    The operating system keeps track: each copy is a private mapping of one unnamed file. So every write counts, whether
+    torch makes it or not. Like any memory that torch does not own, such a tensor cannot be resized.
     """
 
     def __init__(self, x: Tensor):
@@ -197,7 +197,7 @@ class Pages:
         self._tensor(mmap.ACCESS_WRITE).copy_(x)
 
     def __del__(self) -> None:
-        self._file.close()  # each mapping has its own hold on the file
+        self._file.close()  # each mapping keeps the file open by itself
 
     def copy(self) -> Tensor:
         return self._tensor(mmap.ACCESS_COPY)

@@ -1,16 +1,16 @@
-"""Attention as a GPU computes it: under the clock of a GPU, torch takes the kernel that it would take there.
+"""Attention as a GPU computes it: under a GPU's clock, torch uses the kernel that it would use there.
 
-On a GPU, `scaled_dot_product_attention` is one kernel, which holds no scores. On the device "meta" torch has none, and
-on the CPU none for dropout, among others. There it computes scores, softmax and products one after another, in float32.
-That is slower and takes more memory than what a GPU runs, so here the GPU's own operations replace it:
+On a GPU, `scaled_dot_product_attention` is one kernel, which stores no scores. On the device "meta" torch has no such
+kernel, and on the CPU none for dropout, among others. There it computes scores, softmax and products one after another,
+in float32. That is slower and takes more memory than on a GPU, so here the GPU's own operations replace it:
 
     flash       16-bit numbers, no mask, heads of at most 256, and as many queries as keys where it is causal
     efficient   everything else: float32, masks. Grouped keys and values are repeated first
     cudnn       if the program has chosen it with `sdpa_kernel`
 
-What the CPU's flash attention can compute stays with it: its cost is the same. A program gets unfused attention if it
+What the CPU's flash attention can compute is left to it: its cost is the same. A program gets unfused attention if it
 asks for it, with `sdpa_kernel(SDPBackend.MATH)` or by hand, or if no kernel of a GPU takes its tensors: float64, or
-other than [B, H, N, d].
+other shapes than [B, H, N, d].
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FLASH_ON_CPU = 1
 
 
 class _KernelsOfGPUs:
-    """`with KERNELS_OF_GPUS:` ranks whose clock is that of a GPU compute attention with its kernels.
+    """`with KERNELS_OF_GPUS:` ranks with a GPU's clock compute attention with its kernels.
 
-    Torch's table of operations is the process's, and several runs may be under way. So the first one changes it, and
+    Torch's table of operations belongs to the process, and several runs may be active. So the first one changes it, and
     the last one changes it back.
     """
 
@@ -60,7 +60,7 @@ class _KernelsOfGPUs:
         with self._lock:
             self._num_runs -= 1
             if not self._num_runs:
-                self._library = None  # which takes the changes back
+                self._library = None  # this undoes the changes
 
 
 KERNELS_OF_GPUS = _KernelsOfGPUs()
@@ -104,7 +104,7 @@ def attention(
 
 
 def _is_fused_here(q: Tensor) -> bool:
-    """Whether this rank's clock is that of a GPU, and torch would not do something of its own with the operation."""
+    """Whether this rank's clock is that of a GPU, and torch does not treat the operation in a special way."""
     rank = current_rank_or_none()
     if rank is None or not rank.fuses_attention:
         return False
@@ -113,7 +113,7 @@ def _is_fused_here(q: Tensor) -> bool:
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether a kernel of a GPU takes these tensors. Torch raises its own errors for those that do not fit together."""
+    """Whether a kernel of a GPU takes these tensors. Torch raises its own errors for sizes that do not match."""
     if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype or 0 in (*q.shape, *k.shape):
         return False
     batch, heads, _, width = q.shape
@@ -129,15 +129,15 @@ def _takes_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal
 
 
 def _added(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask as what is added to the scores."""
+    """A mask as the bias that is added to the scores."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
 
 
 def flex_attention_of(op: str, args: Sequence[Any]) -> FusedAttention | None:
-    """The sizes of torch's `flex_attention` or its backward pass, each of which is one kernel where it is compiled: a
-    query meets as many keys as are in the blocks that its block mask keeps, in the mean."""
+    """The sizes of torch's `flex_attention` or its backward pass, each of which compiles to one kernel. A query meets
+    the mean number of keys in the blocks that the block mask keeps."""
     if op not in ("flex_attention", "flex_attention_backward"):
         return None
     is_backward = op != "flex_attention"
@@ -151,10 +151,10 @@ def flex_attention_of(op: str, args: Sequence[Any]) -> FusedAttention | None:
 
 
 class _Draws:
-    """The memory-efficient kernel, on the CPU, by the equations: nothing is kept but what the kernel keeps.
+    """The memory-efficient kernel on the CPU, by its equations: it keeps only what the kernel keeps.
 
-    What it drops is drawn as torch's own fallback draws it, and drawn again in the backward pass. For that the state of
-    the random generator is kept beside `seed`, which on a GPU is all that is needed.
+    Dropout is drawn as torch's own fallback draws it, and drawn again in the backward pass. For that the state of the
+    random generator is kept beside `seed`, which is all that a GPU needs.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class _Draws:
         *,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """o, and what the backward pass on a GPU needs besides: log-sum-exp (not read here), seed and offset"""
+        """o, and what the backward pass on a GPU also needs: log-sum-exp (not read here), seed and offset"""
         seed, offset = (torch.zeros((), dtype=torch.int64) for _ in range(2))
         if dropout_p:
             self._states.add(seed.untyped_storage(), torch.get_rng_state())
@@ -208,8 +208,8 @@ class _Draws:
             state, now = self._states.get(seed.untyped_storage()), torch.get_rng_state()
             if state is None:
                 raise RuntimeError(
-                    "scaled_dot_product_attention: what its dropout drew is not known any more, because a hook on "
-                    "saved tensors has copied them; run without that hook, or without the cluster of a GPU"
+                    "scaled_dot_product_attention: the random state of its dropout is no longer known, because a hook "
+                    "has copied the saved tensors; run without that hook, or without a GPU's cluster"
                 )
             torch.set_rng_state(state)
             _, z = _unfused(q, k, v, bias, dropout_p, is_causal, scale)

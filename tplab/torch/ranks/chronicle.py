@@ -1,4 +1,4 @@
-"""The chronicle of a run: what its simulated ranks have done, and, once that is asked, when."""
+"""The chronicle of a run: what its simulated ranks have done and, on demand, when."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from tplab.trace.trace import Trace
 
 
 class Chronicle:
-    """What the ranks of one run have done: `log` says in which order, and `recorder` says what it was.
+    """What the ranks of one run have done: `log` has the order, and `recorder` the details.
 
-    While the program runs there are no times, only the numbers of entries in the log. The times of all of them are
-    worked out together when somebody reads the trace.
+    While the program runs there are no times, only numbers of log entries. Reading the trace works out the times.
 
     bursts   the actions that were computed
     overlaps whether a rank has started a collective and gone on without its result
@@ -34,7 +33,7 @@ class Chronicle:
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace of everything so far; nothing may follow."""
+        """The trace of everything so far; nothing may be recorded after it."""
         for burst in self.bursts:
             burst.note(self.recorder, self._when)
         unit, name, figures = "steps", None, ""
@@ -55,11 +54,11 @@ class Chronicle:
         return crossed(self.log) if self.overlaps else []
 
     def times(self, moments: Sequence[float] | np.ndarray) -> np.ndarray:
-        """The times of moments that ranks have noted; nothing may follow."""
+        """The times of moments that ranks have noted; nothing may be recorded after it."""
         return self._when.end[np.asarray(moments, np.int64)]
 
     def is_known(self, moment: int, is_going: Callable[[int], bool]) -> bool:
-        """Whether the time of a moment is certain, whatever the lanes that `is_going` still do."""
+        """Whether the time of a moment is final, whatever the lanes that `is_going` still do."""
         return self._lanes.is_known(moment, is_going)
 
     def time(self, moment: int) -> float:
@@ -85,9 +84,9 @@ class Chronicle:
 class Burst:
     """What rank `rank` computes for `about`: one event from its `begin` on, or several if it waited in between.
 
-    begin   the entry in the log with which it begins
-    end     the one with which it ends, where it is one event, whatever it waited for
-    held    the bytes that the rank keeps for backward passes at its end
+    begin   its first entry in the log
+    end     its last entry, if it is one event whatever it waited for
+    held    the bytes that the rank keeps for backward passes when it ends
     """
 
     def __init__(self, rank: int, about: Doing, begin: int):
@@ -96,7 +95,7 @@ class Burst:
         self._parts: list[tuple[int, int, int, int]] = []  # first and last entry, FLOPs, bytes
 
     def add(self, entry: int, flops: int = 0, num_bytes: int = 0) -> None:
-        """Something was computed: an entry of the log."""
+        """Add an entry of the log that computes something."""
         if self._parts and self._parts[-1][1] == entry - 1:
             first, _, flops_before, bytes_before = self._parts.pop()
             self._parts.append((first, entry, flops_before + flops, bytes_before + num_bytes))
@@ -104,7 +103,7 @@ class Burst:
             self._parts.append((entry, entry, flops, num_bytes))
 
     def note(self, recorder: Recorder, when: When) -> None:
-        """Record its events, now that the times are known, and which of them each of its entries is a part of."""
+        """Record its events, now that the times are known, and the event that each of its entries is part of."""
         begin = self.begin
         last = begin if self.end is None else self.end
         flops = num_bytes = 0
@@ -139,16 +138,15 @@ class Burst:
 
 
 def crossed(log: Log) -> list[str]:
-    """What is issued in opposite orders, one sentence for each pair of lines: collectives of two groups that are in
-    flight together.
+    """One sentence for each pair of lines whose collectives, of two groups, overlap and are issued in opposite orders.
 
-    On NCCL, each group is a communicator with a queue of its own. Where one rank's GPU has begun the first of two
-    collectives, and another one's the second, each may occupy what the other one needs, and neither ends. Whether that
+    On NCCL, each group is a communicator with a queue of its own. If one rank's GPU has begun the first of two
+    collectives, and another rank's the second, each may occupy what the other needs, and neither ends. Whether that
     happens depends on the sizes and on the GPU, so such a program may run a thousand times and hang once.
 
-    What two threads of a rank issue is not compared: no line of the program says which comes first, and the operating
-    system may decide otherwise each time. In JAX there is nothing to compare: all ranks run one compiled program, in
-    which XLA has put the collectives into one order; where ranks take different branches, the deadlock check speaks.
+    Collectives of two threads of a rank are not compared: no line of the program says which comes first, and the
+    operating system may order them differently each time. In JAX there is nothing to compare: all ranks run one
+    compiled program, in which XLA has ordered the collectives; different branches are left to the deadlock check.
     """
     issued: dict[tuple[int, int], int] = {}  # (collective, rank) -> the entry
     forms: dict[tuple[int, int], int] = {}
@@ -169,7 +167,7 @@ def crossed(log: Log) -> list[str]:
                 together.setdefault((other, a), rank)
         issued[a, rank], forms[a, rank] = entry, b
         flying[lane][entry] = a
-    found: dict[frozenset[str], str] = {}  # by what it is about
+    found: dict[frozenset[str], str] = {}  # by the pair of lines
     for (first, second), rank in together.items():
         members = (set(log.collectives[forms[one, rank]][1]) for one in (first, second))
         for other in sorted(set.intersection(*members)):
@@ -182,8 +180,8 @@ def crossed(log: Log) -> list[str]:
 
 
 _SENTENCE = (
-    "{0} and {1} are in flight together, and ranks issue them in opposite orders: rank {2} the one, then the other; "
-    "rank {3} the other way. NCCL may hang here; issue them in the same order on every rank, or wait for one of them "
+    "{0} and {1} are in flight together, and ranks issue them in opposite orders: rank {2} in this order, rank {3} "
+    "in the other. NCCL may hang here; issue them in the same order on every rank, or wait for one of them "
     "before you start the other"
 )
 

@@ -26,14 +26,14 @@ from tplab.trace.label import Label
 
 
 class ClockedRank(Rank):
-    """A rank that is a thread of this process and takes turns, with the seat `seat`.
+    """A rank that is a thread of this process and takes turns, on the seat `seat`.
 
-    It notes in the log, on its `lane`, what it computes, sends and waits for, in the order of its program. When all of
-    that happens on the modelled clock is worked out later (`chronicle`): the program does not depend on it.
+    On its `lane` of the log it records what it computes, sends and waits for, in the order of its program. The times of
+    all that on the modelled clock are worked out later (`chronicle`): the program does not depend on them.
 
-    A thread that its program starts has another object for the same rank (`beside`), with a lane of its own. `home` is
-    the object of the first thread. The threads of a rank compute one at a time, also on the clock, and each waits for
-    itself.
+    A thread that its program starts has another object for the same rank (`beside`) and its own lane. `home` is the
+    object of the first thread. The threads of a rank compute one at a time, also on the clock, and each waits on its
+    own.
     """
 
     def __init__(self, rank: int, world: World, seat: Seat, home: Self | None = None):
@@ -45,10 +45,10 @@ class ClockedRank(Rank):
         self.log = world.chronicle.log
         self.lane = self.log.lane(rank)
         world.members.append(self)
-        self.raised: list[str] = []  # what ended other threads, at `home`
+        self.raised: list[str] = []  # errors that ended other threads, at `home`
         self.waits_as_always = False  # even if other threads of the rank could have the turn
-        self._looked = "", 0  # what the program has looked for in vain, and how often since it looked for anything else
-        self.began_at = ""  # for another thread: the line that has started it
+        self._looked = "", 0  # what the program last looked for in vain, and how many times in a row
+        self.began_at = ""  # for another thread: the line that started it
         self._called_from: FrameType | None = None
         self._asks_time = False
         self._is_timed = world.is_timed
@@ -103,7 +103,7 @@ class ClockedRank(Rank):
         )
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
-        """Where computing takes no time, an addition to what was received is an event of no length."""
+        """Record an addition to what was received as an event of no length, if computing takes no time."""
         if self._meter.on_cost is None and self._doing is None:
             now = self.moment()
             self.world.chronicle.recorder.add(
@@ -122,24 +122,24 @@ class ClockedRank(Rank):
         return self.log.add(self.lane, MARK, self._now() - self._seen_at if self._is_timed else 0.0)
 
     def _contents(self, x: Tensor, label: Label | None) -> dict[str, Any]:
-        """What an event says about a computed tensor, if it holds received data."""
+        """What an event says about a computed tensor that holds received data."""
         if label is None or label.chunk < 0:
             return {}
         return {"chunk": label.chunk, "contributors": label.contributors, "values": self._provenance.values.of(x)}
 
     def _number_of(self, x: Tensor, piece: int) -> int:
-        """The number of a new chunk of this rank. The program may have a name for it."""
+        """The number of a new chunk of this rank, with the program's name for it if there is one."""
         name = name_in_program(x) if piece < NAMES_UP_TO else ""
         return self.world.chronicle.recorder.chunk(self.rank, piece, name)
 
     def _now(self) -> float:
-        """The seconds of this machine. A GPU runs behind the program: work that is queued there counts as done now."""
+        """This machine's time in seconds. A GPU runs behind the program, so its queued work is waited for."""
         if self._is_timed and self.world.device is not None and self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
     def _catch_up(self) -> None:
-        """Advance the measured clock by what this rank has done since the last time."""
+        """Advance the measured clock by the time that this rank has been running, since `_seen_at`."""
         entry = self.log.add(self.lane, COMPUTE, self._now() - self._seen_at)
         if self._doing is not None:
             self._doing.add(entry)

@@ -1,4 +1,4 @@
-"""The floor: of all runs in this process, only the one that has the floor may let its ranks take turns."""
+"""The floor: of all runs in this process, only the one that has the floor lets its ranks take turns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import suppress
 from threading import Lock
 
 _POLL = 0.1  # s; Ctrl-C reaches a thread only between two waits
-_SLICE = 5e-3  # s; how long a run keeps the floor before it lets another one have it
+_SLICE = 5e-3  # s; how long a run keeps the floor while another one waits for it
 
 
 class Ticket:
     """A run's place in the queue for the floor. The first in the queue has the floor. Nothing else records this, so no
     interrupt can leave it inconsistent.
 
-    A run inside a rank needs none: it takes its turns within that rank's turn.
+    A run inside a rank needs no ticket: it takes its turns within that rank's turn.
     """
 
     _queue: deque[Ticket] = deque()
@@ -58,9 +58,9 @@ class Ticket:
         self._since = time.perf_counter()
 
     def _call_first(self) -> None:
-        with suppress(IndexError, RuntimeError):  # there is none, or it has already been woken
+        with suppress(IndexError, RuntimeError):  # the queue is empty, or the first has already been woken
             self._queue[0]._called.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Ticket._queue.clear)  # the threads that run them are not in the copy
+    os.register_at_fork(after_in_child=Ticket._queue.clear)  # a forked process does not have the threads that run them

@@ -10,12 +10,12 @@ from threading import Lock, get_ident
 
 
 class _Last(BaseException):
-    """Replaces an exception that has not arrived yet, and ends where the gate is closed."""
+    """Replaces an exception that has not arrived yet, and is caught where the gate is closed."""
 
 
 class Gate:
     """Open while a thread is in the program, and closed while it is in the code that runs the program, where an
-    exception could come between two lines that belong together.
+    exception could separate two lines that belong together.
 
     The thread itself calls `open` and `close`. Once `close` has returned, nothing more is raised; while it runs, an
     exception raised before may still arrive.
@@ -51,8 +51,8 @@ class Gate:
 
 @contextmanager
 def unheard(kind: type[BaseException]) -> Iterator[None]:
-    """Meanwhile, Python prints nothing of an exception of this kind that arrives where none can be raised, as in the
-    callback of a weak reference. Python drops it there, so it has to be raised again."""
+    """A context in which Python does not report exceptions of this kind that it drops, as in the callback of a weak
+    reference. A dropped exception has to be raised again."""
     before = sys.unraisablehook
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
@@ -68,9 +68,9 @@ def unheard(kind: type[BaseException]) -> Iterator[None]:
 
 
 def _raise(thread: int, kind: type[BaseException]) -> None:
-    """Give a thread an exception to raise, in place of one that it has not reached yet.
+    """Make a thread raise an exception, which replaces one that it has not reached yet.
 
-    It is never taken back: Python would then look for it between any two instructions, in all threads and forever, and
+    It is never withdrawn: Python would then look for it between any two instructions, in all threads and forever, and
     Python 3.11 never gets past the first of them in a thread that is profiled.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

@@ -11,7 +11,7 @@ from tplab.trace.label import UNKNOWN, Label
 
 
 class Labels:
-    """Tensor -> label. Nothing is written to the tensors, which other ranks may also hold, and none is kept alive."""
+    """Tensor -> label. Nothing is written to the tensors, which other ranks may share, and none is kept alive."""
 
     __slots__ = ("_entries", "_purge_at")
 
@@ -25,11 +25,11 @@ class Labels:
         return entry[1] if entry is not None and entry[0]() is x else None
 
     def may_have(self, x: Tensor) -> bool:
-        """Whether `x` may have a label; quicker than `get`."""
+        """Whether `x` may have a label; faster than `get`."""
         return id(x) in self._entries
 
     def is_changed(self, x: Tensor) -> bool:
-        """Whether `x`, which has a label, has been written to since it was given."""
+        """Whether `x`, which has a label, has been written to since it got it."""
         return self._entries[id(x)][2] != _version(x)
 
     def set(self, x: Tensor, label: Label) -> None:
@@ -45,7 +45,7 @@ class Labels:
         """The label of what `rank` computes from these: the first received chunk, the contributors of all, and this
         rank too if any operand is its own data. None if no operand has a label, UNKNOWN if one is unknown.
 
-        A single number beside tensors with dims is a factor, say, and no data of the rank. Among single numbers it is.
+        A single number beside tensors with dims is a factor, not data of the rank. Among single numbers it is data.
         """
         known, takes_part = list[Label](), False
         operands = tuple(operands)
@@ -61,7 +61,7 @@ class Labels:
         if not known:
             return None
         first = next((label for label in known if label.chunk >= 0), known[0])
-        members = first.contributors  # of all ranks of a group, so that sets of them would take long
+        members = first.contributors  # possibly all ranks of a group, so that sets of them would be slow
         if all(label.contributors is members for label in known) and (not takes_part or rank in members):
             return first
         contributors = {rank} if takes_part else set[int]()

@@ -1,4 +1,4 @@
-"""Running a program on simulated ranks, and what went wrong among them."""
+"""Runs a program on simulated ranks, and works out what went wrong among them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tplab.torch.ranks.world import World
 def run_on_simulated_ranks(
     job: Job, cluster: Cluster | None = None, clock: str = "modelled", more: More | None = None
 ) -> tuple[list[Any], Chronicle]:
-    """Run a program on every rank of a mesh, each a thread that takes turns. Returns each rank's result and what has
-    happened. `more` is what each rank has of its own where the program uses torch.distributed."""
+    """Run a program on every rank of a mesh, each in a thread that takes turns. Returns each rank's result and the
+    chronicle of the run. `more` is the further per-rank state of a program that uses torch.distributed."""
     mesh, world = job.mesh, World(job, cluster, is_timed=clock == "measured")
     state, around = ProcessState(job.device, more), current_rank_or_none()
     turns = Turns(
@@ -81,12 +81,12 @@ def run_on_simulated_ranks(
         if more is not None and (found := more.named_mesh()) is not None:
             chronicle.recorder.rename(*found)
         ranks.clear()
-        world.members.clear()  # so that what they hold does not wait for the garbage collector
+        world.members.clear()  # frees their contents without waiting for the garbage collector
     return per_rank, chronicle
 
 
 def _writer(world: World) -> int | None:
-    """The rank of this run whose program the calling thread runs."""
+    """The rank of this run that the calling thread runs, or None."""
     current = current_rank_or_none()
     return current.rank if isinstance(current, SimulatedRank) and current.world is world else None
 
@@ -97,8 +97,7 @@ def _writer(world: World) -> int | None:
 def named(
     rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines, advice: str | None = None
 ) -> BaseException:
-    """What a rank raised, with the rank's number and `advice`. The error of this run, `failure`, already names its
-    ranks."""
+    """The error for what a rank raised, with the rank's number and `advice`. `failure` already names its ranks."""
     if error is failure:
         return error
     said = "; ".join(filter(None, (str(error), advice)))
@@ -106,8 +105,8 @@ def named(
 
 
 def told(error: BaseException, ranks: Iterable[SimulatedRank], lines: Lines) -> BaseException:
-    """A mismatch or a deadlock, behind what ranks have raised and could not say yet, because a collective in their
-    `finally` or `except` meets no other rank. Any other error as it is."""
+    """A mismatch or a deadlock, after the errors that ranks are still handling: a collective in an `except` or
+    `finally` meets no other rank. Any other error as it is."""
     if not isinstance(error, CollectiveMismatchError | DeadlockError):
         return error
     held = [*_held(ranks, lines)]
@@ -118,11 +117,11 @@ def told(error: BaseException, ranks: Iterable[SimulatedRank], lines: Lines) -> 
 
 
 def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, str, BaseException]]:
-    """The ranks that wait in a collective while they handle an error: the rank, both in a sentence, and the error."""
+    """The ranks that wait in a collective while they handle an error: each rank, a sentence about both, the error."""
     caught: dict[int, Any] = sys._current_exceptions()
     for rank in ranks:
         own = caught.get(rank.seat.thread.ident or 0) if rank.seat.thread else None
-        own = own[1] if isinstance(own, tuple) else own  # as Python 3.11 says it
+        own = own[1] if isinstance(own, tuple) else own  # Python 3.11 has (type, error, traceback)
         if own is None or rank.waits_in is None or (line := lines.of(own)) is None:
             continue
         calls = rank.waits_in if isinstance(rank.waits_in, str) else "{0.call} at {0.where}".format(rank.waits_in[0])
@@ -130,18 +129,18 @@ def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, s
 
 
 def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
-    """The error for a collective that some of its group have not reached, though all ranks have returned."""
+    """The error for a collective that some of its group never reached, though all ranks have returned."""
     for group in groups:
         for meeting in group.open.values():
             if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
-                continue  # threads that end with their process
+                continue  # daemon threads end with their process
             rank, site = meeting.first
             return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
     return None
 
 
 def not_received(groups: Iterable[Group]) -> Iterator[int]:
-    """The messages of a failed run whose receivers have not come, by their numbers in the trace."""
+    """The numbers in the trace of the messages of a failed run that were not received."""
     for group in groups:
         for meeting in group.open.values():
             for *_, number, _ in meeting.messages.values():

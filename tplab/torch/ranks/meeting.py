@@ -1,4 +1,4 @@
-"""Meetings: a group's collectives, while its members arrive and leave."""
+"""Meetings: a group's collectives, from the first member's arrival until the last one has its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tplab.trace.label import Label, of_all
 
 
 class Group:
-    """The ranks of one group, and the collectives that some of them, but not all, have reached.
+    """The ranks of one group, and the collectives that some of its members, but not all, have reached.
 
     Each member's k-th call over the group belongs to the k-th meeting, so members pass through meetings in order.
     """
@@ -33,13 +33,13 @@ class Group:
         self.is_all = self.size == num_ranks
         self._fresh: dict[
             tuple[Any, ...], dict[int, Label]
-        ] = {}  # labels of results, where inputs were the ranks' own data
+        ] = {}  # labels of results whose inputs were the ranks' own data
         self.num_calls = [0] * len(ranks)  # for the member at each position
         self.open: dict[int, Meeting] = {}  # by number
-        self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so they compare by identity
+        self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so that they compare by identity
 
     def labels_after(self, call: Call, given: dict[int, Label]) -> dict[int, Label]:
-        """The label of every position's result; `given` has those of the inputs that are not their rank's own data."""
+        """The label of each position's result. `given`: those of inputs that are not their rank's own data."""
         known = self._fresh.get(call.key) if not given or self.is_all else None
         if known is None:
             own = [Label(-1, (rank,)) for rank in self.ranks]
@@ -51,12 +51,12 @@ class Group:
 
 
 class Site:
-    """A collective as one rank calls it from one line of its program, in one phase, with tensors of one shape and
-    dtype: what all those calls have in common.
+    """What a rank's calls of a collective from one line, in one phase and with one shape and dtype, have in common.
 
     signature   what must be the same for every member of the group
-    target      for a collective between pairs: the rank to send to, None if none; `source`: the rank to receive from
-    num_sent    for the others: the bytes that the ring algorithm sends from here, if they are the same in each meeting
+    target      for operations between pairs: the rank to send to, None if there is none; `source`: the rank to receive
+                from
+    num_sent    for other collectives: the bytes that this rank sends in the ring algorithm, if always the same
     """
 
     __slots__ = (
@@ -119,15 +119,15 @@ class Site:
 class Meeting:
     """One collective over one group.
 
-    number       how many the group had before it
+    number       the number of earlier meetings of the group
     sites        position in the group -> that member's call; the first one says which collective it is
-    waiting      the seats of those that wait in it
-    messages     for a collective between pairs: receiver -> its copy, its entry in the log (None if it comes from the
-                 receiver), its label, its number in the trace, and from where it was sent
-    inputs       for the others: the input from each position
-    entries      for the others: each position's entry in the log, where the collective has the number `log_number`
-    labels       of the inputs that are not their rank's own data; then those of all results
-    outputs      each position's result, once all have come, until it is taken
+    waiting      the seats that wait in it
+    messages     for operations between pairs: receiver -> its copy, its log entry (None if sent to itself), its label,
+                 its number in the trace, and the sender's site
+    inputs       for other collectives: the input of each position
+    entries      for other collectives: each position's log entry, where the collective has the number `log_number`
+    labels       of the inputs that are not their rank's own data; later, of all results
+    outputs      each position's result, from the last arrival until that member takes it
     """
 
     __slots__ = (
@@ -156,19 +156,19 @@ class Meeting:
 
     @property
     def first(self) -> tuple[int, Site]:
-        """The rank that came first, and its call."""
+        """The first rank to arrive, and its call."""
         index, site = next(iter(self.sites.items()))
         return site.group.ranks[index], site
 
     @property
     def absent(self) -> list[int]:
-        """The members that have not come."""
+        """The members that have not arrived."""
         ranks = self.first[1].group.ranks
         return [rank for index, rank in enumerate(ranks) if index not in self.sites]
 
 
 def unfit(meeting: Meeting) -> CollectiveMismatchError | None:
-    """The error if a member has room for pieces of other sizes than it gets; None if everything fits."""
+    """The error if a member has room for pieces of other sizes than it is sent; None if everything fits."""
     sites, given = meeting.sites, sorted(meeting.inputs.items())
     for index, site in sites.items():
         sent = [x.numel() if (splits := sites[at].call.splits) is None else splits[index] for at, x in given]
@@ -178,9 +178,9 @@ def unfit(meeting: Meeting) -> CollectiveMismatchError | None:
 
 
 def bytes_sent(call: Call, shape: Sequence[int], itemsize: int, numels: Sequence[int], index: int) -> int:
-    """What the rank at `index` sends under the ring algorithm, to the byte.
+    """The bytes that the rank at `index` sends in the ring algorithm, exactly.
 
-    shape    that of this rank's input; numels: the number of elements in each rank's input
+    shape    of this rank's input; numels: the number of elements in each rank's input
     """
     num_ranks, numel = len(numels), numels[index]
     row, sizes = call.row, call.about.get("sizes", call.splits)

@@ -1,4 +1,4 @@
-"""Watching a rank's tensor operations: what each one costs, and which ranks' data is in its result."""
+"""Follows a rank's tensor operations: what each one costs, and which ranks' data is in its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def mark_sum(total: Tensor, *operands: Tensor) -> Tensor:
-    """Label `total`, which this rank has computed from `operands`, as a meter would. Returns it."""
+    """Label `total`, which this rank has computed from `operands`, as a meter would. Returns `total`."""
     rank = this_rank()
     label = rank.labels.joined(operands, rank.rank)
     if label is not None and rank.labels.get(total) != label:
@@ -33,13 +33,13 @@ def mark_sum(total: Tensor, *operands: Tensor) -> Tensor:
 
 
 FOLLOWED = 5000
-"""Operations of a rank that are followed only to know whose data is in their results: far more than a picture shows,
-and not so many that a long program would become slow."""
+"""How many operations of a rank are followed only to know whose data their results hold: far more than a picture shows,
+and few enough not to slow a long program down."""
 
 
 class Cost(NamedTuple):
-    """One tensor operation: FLOPs, bytes read and written, the tensor it makes; (m, n, k, batch) if it is a matmul, and
-    its sizes if it is fused attention, as `Cluster.compute_seconds` takes them."""
+    """One tensor operation: FLOPs, bytes read and written, the output; for a matmul its (m, n, k, batch), and for fused
+    attention its sizes, as `Cluster.compute_seconds` takes them."""
 
     op: str
     flops: int
@@ -57,7 +57,7 @@ class Meter(Listener):
     those of all operands, and this rank too if any operand is its own data. A tensor that is overwritten, or only
     provides a shape, is not an operand.
 
-    num_left   how many operations it still follows, where it has no other reason to be open
+    num_left   how many more operations it follows if it follows them only for labels
     """
 
     def __init__(self, rank: Rank, on_cost: Callable[[Cost], None] | None):
@@ -74,7 +74,7 @@ class Meter(Listener):
         watcher().remove(self)
 
     def takes_whole(self, func: Any, args: Any) -> bool:
-        """`flex_attention` is one kernel on the clock of a GPU. Elsewhere, as all others, it is what it consists of."""
+        """`flex_attention` is one kernel on a GPU's clock. Elsewhere it is its parts, like other such operations."""
         return self.on_cost is not None and self._attention(func, args) is not None
 
     def _attention(self, func: Any, args: Any) -> FusedAttention | None:
@@ -102,7 +102,7 @@ class Meter(Listener):
                     rank.added_to(func.overloadpacket.__name__, output, label)
             elif traits.writes:
                 rank.labels.drop(output)
-            if traits.writes and (whole := base_of(output)) is not None:  # part of it has been written to
+            if traits.writes and (whole := base_of(output)) is not None:  # part of `whole` has been written to
                 joined = rank.labels.joined((whole, output), rank.rank)
                 if joined is not None:
                     rank.labels.set(whole, joined)
@@ -127,13 +127,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class _Traits(NamedTuple):
-    """What the name and schema of an operation say about it.
+    """What an operation's name and schema say about it.
 
-    is_free       whether it moves no data: it returns a view of its operand, or memory that nothing was written to
+    is_free       whether it moves no data: it returns a view of its operand, or uninitialised memory
     is_copy       whether it computes nothing
     picks         whether it reads no more of its first operand than it returns
     writes        whether it writes to an argument
-    unread        arguments that are not read, but overwritten, or only provide a shape: by place and by name
+    unread        arguments that are overwritten or only provide a shape: by position and by name
     """
 
     is_free: bool
@@ -150,7 +150,7 @@ class _Traits(NamedTuple):
 
 
 _KERNEL = _Traits(False, False, False, False, frozenset())
-"""An operation that takes functions, as one kernel that reads everything."""
+"""An operation that takes functions, as one kernel that reads all its arguments."""
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "_unsafe_view"}
 _FILLS = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_"}
 _COPIES = {"clone", "copy", "copy_", "cat", "_to_copy", "stack", "fill", "fill_", "zero_", "repeat", "constant_pad_nd",
@@ -187,7 +187,7 @@ def _cost(
     attention, matmul = _attention(packet, args, kwargs), _matmul(packet, args, outputs)
     if attention is not None:
         flops = attention.flops
-    elif packet.__name__ in _GROUPED:  # each number of one operand meets as many of the other as if there was one group
+    elif packet.__name__ in _GROUPED:  # each element of one operand is used as often as if there were one group
         flops = 2 * _GROUPED[packet.__name__] * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         flops *= args[0].shape[0] if args[0].dim() == args[1].dim() == 3 else 1
     elif count is not None:
@@ -201,7 +201,7 @@ def _cost(
     num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
     if traits.picks:
         num_bytes += min(0, outputs[0].nbytes - inputs[0].nbytes)
-    elif packet in _SCORES:  # one of each row is read, or one number written into a row of zeros
+    elif packet in _SCORES:  # one score per row is read, or one number per row is written into zeros
         scores, target = args[_SCORES[packet] : _SCORES[packet] + 2]
         flops = target.numel()
         num_bytes += flops * scores.itemsize - scores.nbytes
@@ -215,19 +215,19 @@ def _cost(
 
 
 def _num_put(packet: Any, args: Any) -> int:
-    """How many elements an operation writes that puts values at places."""
+    """The number of elements that an indexed write stores."""
     whole, values = args[0], args[_PUTS[packet]]
-    if _PUTS[packet] == 3:  # of each place, a row in `index_`, an element in `scatter_`
+    if _PUTS[packet] == 3:  # per index: a row in `index_`, an element in `scatter_`
         return args[2].numel() if packet in (aten.scatter_, aten.scatter_add_) else values.numel()
     indices = [x for x in args[1] if x is not None]
-    if any(x.dtype is torch.bool for x in indices):  # as many as are true, which only the data says
+    if any(x.dtype is torch.bool for x in indices):  # as many as are true, which depends on the data
         return values.numel()
     kept = [size for size, x in zip_longest(whole.shape, args[1]) if x is None]
     return prod((*torch.broadcast_shapes(*(x.shape for x in indices)), *kept))
 
 
 def _matmul(packet: Any, args: Any, outputs: list[Tensor]) -> tuple[int, int, int, int] | None:
-    """[batch, m, k] @ [batch, k, n] as (m, n, k, batch). Of groups, as if all had the same size."""
+    """[batch, m, k] @ [batch, k, n] as (m, n, k, batch). Groups count as equally large."""
     if packet.__name__ in _GROUPED:
         times, (a, b) = _GROUPED[packet.__name__], args[:2]
         groups = next((x.shape[0] for x in (a, b, outputs[0]) if x.dim() == 3), 1)
@@ -242,7 +242,7 @@ def _matmul(packet: Any, args: Any, outputs: list[Tensor]) -> tuple[int, int, in
 
 
 def _attention(packet: Any, args: Any, kwargs: dict[str, Any]) -> FusedAttention | None:
-    """Its sizes: the two products take as long as if queries and values were both as wide as they are on average."""
+    """Its sizes. The two products take as long as if queries and values both had their average width."""
     place, first = _IS_CAUSAL.get(packet, (0, 0))
     if not place:
         return None
@@ -255,23 +255,23 @@ def _attention(packet: Any, args: Any, kwargs: dict[str, Any]) -> FusedAttention
 _LEFT_OPERAND = {
     aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1,
 }  # fmt: skip
-"""Matmuls, and where their left operand is among the arguments."""
+"""Matmuls, and the position of their left operand among the arguments."""
 _GROUPED = {
     "_grouped_mm": 1, "_scaled_grouped_mm": 1, "grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2,
 }  # fmt: skip
-"""Products of groups of rows, columns or summands with a matrix each, as those of experts: how many. The last two are
-those of transformers, where torch has none."""
+"""Grouped matmuls, in which groups of rows, columns or summands have a matrix each, as for experts: how many products
+each one computes. The last two are those of transformers, where torch has none."""
 
 
 _PUTS = {
     aten.index_put_: 2, aten._index_put_impl_: 2, aten.index_add_: 3, aten.index_copy_: 3, aten.scatter_: 3,
     aten.scatter_add_: 3,
 }  # fmt: skip
-"""What writes a part of its first argument, and where the values are among the arguments."""
+"""Operations that write part of their first argument, and the position of the values among the arguments."""
 _SCORES = {
     aten.nll_loss_forward: 0, aten.nll_loss2d_forward: 0, aten.nll_loss_backward: 1, aten.nll_loss2d_backward: 1,
 }  # fmt: skip
-"""Losses that look at the scores of targets only, and where all scores are among the arguments."""
+"""Losses that read only the scores of targets, and the position of the scores among the arguments."""
 _VECTORS = {aten.mv, aten.addmv, aten.dot, aten.vdot}
 _COUNTED_AS = {
     aten.addmm_: aten.addmm,
@@ -287,4 +287,4 @@ _IS_CAUSAL = {
     aten._scaled_dot_product_cudnn_attention: (6, 0),
     aten._scaled_dot_product_cudnn_attention_backward: (14, 1),
 }
-"""Attention: where `is_causal` is among the arguments, and where the query is, which the key follows."""
+"""Attention: the position of `is_causal` among the arguments, and that of the query, which the key follows."""

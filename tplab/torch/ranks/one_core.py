@@ -1,4 +1,4 @@
-"""One core for all ranks, while their turns are short: the next rank finds what one leaves in the core's cache."""
+"""One core for all ranks while turns are short: the next rank finds what the last one left in the core's cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Lock
 
 SHORT_SECONDS = 1e-3
-"""How long a turn may be that still counts as short. One that ends on a cold core costs up to 0.3 ms more."""
+"""The longest turn that counts as short. A turn that ends on a cold core costs up to 0.3 ms more."""
 MEETING_SECONDS = 3e-5
-"""How long a meeting may take for each of its ranks: so much more is a turn that looks long from outside."""
+"""How long a meeting may take for each of its ranks: a turn looks longer by so much from outside."""
 
 
 class OneCore:
@@ -23,19 +23,19 @@ class OneCore:
     stays takes 5 to 20. So when turns have been short for two rounds, all ranks move to the core where the last of them
     was. After the first long turn, or when one has been running for long, they may run everywhere again. So may the
     threads that were started in the meantime and have inherited the one core, such as those that torch computes with.
-    (A process that a rank starts at that time inherits it too, and keeps it.)
+    (A process that a rank starts at that time also inherits it, and keeps it.)
 
-    It also asks for SCHED_BATCH: a rank that gets its turn should not preempt the rank that has just given it away and
+    It also asks for SCHED_BATCH: a rank that gets its turn should not preempt the rank that has just passed it on and
     is about to wait, only to wait for that rank.
 
-    All this is for Linux; elsewhere, and if a process has one core or may not choose, nothing is done.
+    This works on Linux; elsewhere, or if a process has one core or may not choose, nothing is done.
     """
 
     def __init__(self, threads: Sequence[int]):
-        """`threads` are the native ids of the ranks' threads, which have the cores of the thread that made them."""
+        """`threads` are the native ids of the ranks' threads, which have the cores of the thread that started them."""
         self._threads = threads
-        self._cores: set[int] = set()  # those to choose from
-        self._core: set[int] = set()  # the one where all of them are
+        self._cores: set[int] = set()  # to choose from
+        self._core: set[int] = set()  # the one that all of them run on, if any
         self._moved: list[int] = []  # the threads that were moved there
         self._older: set[int] = set()  # the threads that existed then
         self._moving = Lock()
@@ -58,8 +58,8 @@ class OneCore:
         return time.perf_counter() - self._since
 
     def has_met(self, since: float, num_ranks: int) -> None:
-        """What the turn has done `since` then was the work of a meeting of so many ranks, and one share of it counts:
-        otherwise no turn would be short in which many ranks have met."""
+        """Count only one rank's share of the time since `since`, which a meeting of this many ranks has taken.
+        Otherwise no turn in which many ranks meet would be short."""
         seconds = time.perf_counter() - since
         self._since += seconds - seconds / num_ranks
 
@@ -72,7 +72,7 @@ class OneCore:
                 self._gather()
 
     def look(self) -> None:
-        """Called from outside now and then, to see whether a turn has been running for long."""
+        """Check whether a turn has been running for long. Called from outside now and then."""
         seconds = time.perf_counter() - self._since
         if self._core and seconds > SHORT_SECONDS + MEETING_SECONDS * len(self._threads):
             self.leave()
@@ -94,8 +94,7 @@ class OneCore:
 
 
 def _move(threads: Iterable[int], source: set[int], target: set[int]) -> list[int]:
-    """Give the cores `target` to those of the threads that have the cores `source`, and have not chosen others.
-    Returns these threads."""
+    """Give the cores `target` to the threads that still have the cores `source`. Returns these threads."""
     moved = []
     for thread in threads:
         with suppress(ProcessLookupError):  # it has ended

@@ -16,10 +16,10 @@ from tplab.torch.ranks.rank import MESSAGES, UNWAITED, Call, Pending, Place
 
 
 def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]] = ()) -> list[Tensor]:
-    """What each rank of the group gets: a separate tensor for every position.
+    """Each rank's result: a separate tensor for every position.
 
-    `splits` are, for each position, the sizes of its pieces along dim 0, if ranks cut their inputs themselves.
-    Sums are added up in the order of positions. Where only the root gets something, the others get zeros, or nothing if
+    `splits` has, for each position, the sizes of its pieces along dim 0, if ranks split their inputs themselves. Sums
+    are added up in the order of positions. If only the root gets a result, the others get zeros, or an empty tensor if
     ranks say what they have room for.
     """
     row, num_ranks, (cut_dim, join_dim) = call.row, len(inputs), call.dims
@@ -40,7 +40,7 @@ def results(call: Call, inputs: Sequence[Tensor], splits: Sequence[Sequence[int]
 
 
 def reduced(inputs: Sequence[Tensor], reduction: str) -> Tensor:
-    """The inputs combined elementwise, in the order given: the same bits whichever rank computes it; memory of its own.
+    """The inputs combined elementwise, in the order given, in new memory: the same bits whichever rank computes it.
 
     Types of 16 bits or fewer are added up in float32 and rounded once at the end.
     """
@@ -75,29 +75,29 @@ def signature(call: Call, x: Tensor) -> tuple[Any, ...]:
     if x.layout is not torch.strided:
         raise TypeError(f"{call.op} sends dense tensors, not {x.layout}; x.to_dense() makes one")
     if call.op in MESSAGES:
-        return ()  # the receiver takes what comes
+        return ()  # the receiver accepts any
     if call.peers is not None or call.op == "barrier":
-        return call.key, x.dtype, None  # a message may have any shape: the receiver takes what comes
+        return call.key, x.dtype, None  # a message may have any shape
     shape: tuple[int, ...] = x.shape
     if call.row.gathers and "dim" in call.about:
         dim = call.about["dim"]
         shape = (*shape[:dim], -1, *shape[dim + 1 :])
-    if call.splits is not None:  # only the ranks that send and receive know how large each piece is
+    if call.splits is not None:  # only sender and receiver know the size of each piece
         shape = (-1, *shape[1:])
     return call.key, x.dtype, shape
 
 
 def own(x: Tensor) -> Tensor:
-    """A contiguous tensor with the values of `x`, in memory of its own."""
+    """A contiguous copy of `x` in new memory."""
     try:
         return x.clone() if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    except NotImplementedError:  # for types of bits
+    except NotImplementedError:  # for dtypes of raw bits
         return x.contiguous().view(BITS[x.itemsize]).clone().view(x.dtype)
 
 
 def lend(x: Tensor) -> Tensor:
-    """The same x. From here on copies may share its memory until one of them is written to, so only torch may know that
-    memory so far. It cannot be resized."""
+    """Let copies of x share its memory from here on, until one of them is written to. Returns x. So far only torch may
+    refer to that memory, which cannot be resized."""
     if _may_share(x):
         with no_dispatch():
             lazy_copy(x)
@@ -105,13 +105,13 @@ def lend(x: Tensor) -> Tensor:
 
 
 def kept(x: Tensor) -> Tensor:
-    """The same as `own`, but it costs nothing if x is lent."""
+    """The same as `own`, but free if x is lent."""
     is_lent = is_lazy(x) and x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
     return lazy_copy(x) if is_lent else own(x)
 
 
 def settled(x: Tensor) -> Tensor:
-    """The same x, which has its own memory from here on."""
+    """x itself, which no longer shares its memory."""
     if is_lazy(x):
         x.data_ptr()
     return x
@@ -122,34 +122,34 @@ def _may_share(x: Tensor) -> bool:
 
 
 def check_tensor(op: str, x: Any) -> Tensor:
-    """Raise TypeError where `x` is not a tensor."""
+    """Return `x`. Raises TypeError if it is not a tensor."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, Pending):
         raise TypeError(f"{op}: {UNWAITED}")
-    raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor makes one of numbers")
+    raise TypeError(f"{op} sends a torch.Tensor, not {type(x).__name__}; torch.as_tensor converts numbers")
 
 
 @cache
 def check_reduction(op: str, reduction: str, dtype: torch.dtype) -> None:
     """Raise ValueError for an unknown reduction, TypeError for one that `dtype` does not have."""
     if dtype in WITHOUT_KERNELS and reduction in comm.REDUCTIONS:
-        raise TypeError(f"{op}: there is no {reduction} of {dtype}; x.view(torch.uint8) makes numbers of it")
+        raise TypeError(f"{op}: there is no {reduction} of {dtype}; x.view(torch.uint8) turns it into numbers")
     comm.check_reduction(op, reduction, dtype, is_fraction=dtype.is_floating_point, is_complex=dtype.is_complex)
 
 
 def check_divides(op: str, x: Tensor, dim: int, place: Place) -> None:
-    """Raise ShapeError where dim `dim` of `x` cannot be cut into one equal piece per rank."""
+    """Raise ShapeError if dim `dim` of `x` cannot be cut into one equal piece per rank."""
     share(x.shape[dim], len(place.group), f"{op}: dim {dim} has size", axis=place.label)
 
 
 def dim_of(x: Tensor, dim: int, op: str) -> int:
-    """`dim` counted from the front. Raises ShapeError where `x` does not have it."""
+    """`dim` counted from the front. Raises ShapeError if `x` does not have it."""
     return comm.dim_of(x.shape, dim, op)
 
 
 def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """The pieces, concatenated along `dim`, in memory of their own."""
+    """The pieces, concatenated along `dim`, in new memory."""
     if len(pieces) == 1:
         return own(pieces[0])
     dtype = pieces[0].dtype
@@ -159,7 +159,7 @@ def joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _copies(x: Tensor, count: int) -> list[Tensor]:
-    """x itself, which no other rank has, and copies of it. Large copies share their memory until they are `settled`."""
+    """x itself and copies of it. Large copies share their memory until they are `settled`."""
     copy = lazy_copy if _may_share(x) else own
     return [x, *(copy(x) for _ in range(count - 1))]
 
@@ -198,4 +198,4 @@ WITHOUT_KERNELS = {
     for name in ("bits8", "bits1x8", "bits2x4", "bits4x2", "bits16", "float4_e2m1fn_x2")
     if hasattr(torch, name)
 }
-"""Types that hold bits for others to read: they can be moved, and that is all."""
+"""Dtypes of raw bits: they can be moved, but have no arithmetic."""

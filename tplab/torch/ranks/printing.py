@@ -1,4 +1,4 @@
-"""What ranks print appears in the order of ranks, or as they print it, and each line says which rank it is from."""
+"""Shows what ranks print, in the order of ranks or live, and labels each line with its rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, TextIO
 
 
 class Output(ABC):
-    """Replaces sys.stdout or sys.stderr of all ranks while they run. What others write goes through to `stream`.
+    """Replaces sys.stdout or sys.stderr of all ranks while they run. What other threads write goes through to `stream`.
 
-    writer     the number of the rank that the calling thread runs; None: of no rank
-    is_shown   whether the run is over, and all that ranks have written is shown
+    writer     returns the rank that the calling thread runs, or None
+    is_shown   whether the run is over and everything that ranks have written is shown
     """
 
     def __init__(self, stream: TextIO, writer: Callable[[], int | None]):
@@ -23,7 +23,7 @@ class Output(ABC):
 
     @abstractmethod
     def put(self, rank: int, text: str) -> None:
-        """A rank has written this."""
+        """Take `text`, which a rank has written."""
 
     def write(self, text: str) -> int:
         rank = self._writer()
@@ -56,28 +56,28 @@ class Kept(Output):
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """The stream under those of finished runs, which another thread has put back."""
+    """The stream under the streams of finished runs that another thread has put back."""
     while isinstance(stream, Output) and stream.is_shown:
         stream = stream.stream
     return stream
 
 
 def show(sheets: Sequence[Sequence[str]], stream: TextIO | None = None) -> None:
-    """Print what each rank has written, rank 0 first, a label before each line."""
+    """Print what each rank has written, rank 0 first, with a label before each line."""
     for rank, sheet in enumerate(sheets):
         text = "".join(sheet)
         for line in text.removesuffix("\n").split("\n") if text else []:
             print(f"[rank {rank}] {line}", file=stream or sys.stdout)
 
 
-# --- as they print it -------------------------------------------------------------------------------------------------
+# --- live -------------------------------------------------------------------------------------------------------------
 
 
 class LiveOutput(Output):
-    """Shows each line when it ends. If it is flushed before that, it appears as far as it goes, and once more whole if
-    another rank has printed in between. A progress bar, which returns to the start of its line, stays on one line.
+    """Shows each line when it ends. A flush shows the line so far; if another rank prints in between, the line is later
+    shown again as a whole. A progress bar, which returns to the start of its line, stays on one line.
 
-    screen   where the lines go, together with those of the other stream
+    screen   shows the lines, together with those of the other stream
     """
 
     def __init__(self, stream: TextIO, writer: Callable[[], int | None], screen: Screen):
@@ -109,7 +109,7 @@ class LiveOutput(Output):
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank has written of a line. `is_bar`: it has returned to its start, so what follows may replace it."""
+    """A line of a rank, as far as it is written. `is_bar`: it has returned to its start, and may be replaced."""
 
     rank: int
     stream: TextIO
@@ -122,7 +122,7 @@ class Line:
 
 
 class Screen:
-    """What the lines of all ranks are shown on. At most one line of it has not ended."""
+    """Where the lines of all ranks are shown. At most one line on it has not ended."""
 
     def __init__(self) -> None:
         self._open: Line | None = None
@@ -158,7 +158,7 @@ def _visible(line: str) -> tuple[str, bool]:
 
 @contextmanager
 def live_output(stdout: TextIO, writer: Callable[[], int | None]) -> Iterator[TextIO]:
-    """While this lasts, sys.stderr is live; what it gives is for sys.stdout.
+    """A context in which sys.stderr is live; it yields the stream that is to replace sys.stdout.
 
     Loggers that the ranks set up may keep both. After the run they write to the streams beneath.
     """

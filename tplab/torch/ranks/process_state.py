@@ -1,4 +1,4 @@
-"""What torch and Python have once per process, but every rank needs for itself: it is swapped with every turn."""
+"""State that torch and Python have once per process, but every rank needs for itself: it is swapped with every turn."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from tplab.mesh import Mesh
 
 Own = tuple[list[Tensor], torch.dtype, TextIO, Any]
-"""What a rank keeps while it does not have the turn, or the kernel while ranks have it: the states of torch's default
-generators, torch's default dtype, sys.stdout, and what a distributed program has beside. A plain tuple, as each turn
-makes one."""
+"""What a rank keeps while it does not have the turn, and the kernel while ranks have it: the states of torch's default
+generators, torch's default dtype, sys.stdout, and the further state of a distributed program. A plain tuple, because
+each turn makes one."""
 
 
 class Generator(NamedTuple):
@@ -27,7 +27,7 @@ class Generator(NamedTuple):
     fresh: Callable[[int], Tensor]
 
     def state(self, seed: int, rank: int) -> Tensor:
-        """The state a rank starts with: it depends only on (seed, rank), and differs for every other rank or seed."""
+        """The state that a rank starts with: it depends only on (seed, rank), and differs for every other pair."""
         return self.fresh(int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0]))
 
 
@@ -40,7 +40,7 @@ def generators(device: torch.device | None) -> list[Generator]:
         gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
         def put(state: Tensor) -> None:
-            with suppress(RuntimeError):  # an assert in a kernel has broken the GPU: whoever uses it hears of that
+            with suppress(RuntimeError):  # an assert in a kernel has broken the GPU: the next use raises that
                 gpu.set_state(state)
 
         found.append(Generator(gpu.get_state, put, lambda seed: torch.Generator(device).manual_seed(seed).get_state()))
@@ -52,7 +52,7 @@ RUN_ID = "tplab, simulated"
 
 
 class More(Protocol):
-    """What else the ranks of a distributed program have for themselves: what they would find in a process."""
+    """The further state of each rank in a distributed program: what it would find in a process of its own."""
 
     @property
     def ranks(self) -> Sequence[Any]:
@@ -64,21 +64,21 @@ class More(Protocol):
     def put(self, process: Any) -> None: ...
 
     def inside(self, member: Any) -> AbstractContextManager[None]:
-        """Around the program of one rank, in its thread."""
+        """A context around the program of one rank, in its thread."""
         ...
 
     def map_cuda(self) -> None:
-        """Make every mention of cuda in the program mean the CPU."""
+        """Map every use of cuda in the program to the CPU."""
         ...
 
     @property
     def mapped(self) -> str | None:
-        """What was mapped, in a sentence."""
+        """What was mapped, as a sentence."""
         ...
 
     @property
     def prints_live(self) -> bool:
-        """Whether what ranks print appears at once, and not rank by rank at the end."""
+        """Whether what ranks print appears at once, not rank by rank at the end."""
         ...
 
     def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
@@ -91,17 +91,17 @@ class More(Protocol):
 
 
 class ProcessState:
-    """The state of this process that ranks swap; `device` is where their programs run."""
+    """The process state that ranks swap; `device` is where their programs run."""
 
     def __init__(self, device: torch.device | None, more: More | None = None):
         self._more = more
         self._generators = generators(device)
         self._gets = [generator.get for generator in self._generators]
         self._sets = [generator.set for generator in self._generators]
-        self._is_one = len(self._generators) == 1  # as on a machine without a GPU; this runs at every turn
+        self._is_one = len(self._generators) == 1  # as on a machine without a GPU; tested at every turn
 
     def take(self) -> Own:
-        """The state as it is now."""
+        """The current state."""
         more = None if self._more is None else self._more.take()
         draws = [self._gets[0]()] if self._is_one else [get() for get in self._gets]
         return draws, torch.get_default_dtype(), sys.stdout, more
@@ -119,6 +119,6 @@ class ProcessState:
             torch.set_default_dtype(dtype)
 
     def of_rank(self, seed: int, rank: int, kernels: Own, stdout: TextIO) -> Own:
-        """What a rank begins with: random numbers of its own, everything else as in the kernel."""
+        """What a rank begins with: its own random numbers, and everything else as in the kernel."""
         more = None if self._more is None else self._more.ranks[rank]
         return [generator.state(seed, rank) for generator in self._generators], kernels[1], stdout, more

@@ -1,4 +1,4 @@
-"""Which files are the user's program, and which belong to installed packages, wherever those are."""
+"""Which files belong to the user's program, and which to installed packages, wherever those are."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ import torch
 _HERE = Path(__file__)
 _OURS = tuple(str(folder) + os.sep for folder in (_HERE.parents[2], _HERE.resolve().parents[2]))
 OURS = (*_OURS, str(Path(torch.__file__).parent) + os.sep)
-"""Where tplab and torch are."""
+"""The folders of tplab and torch."""
 _OTHERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INSTALLED = (*OURS, *_OTHERS, "<frozen")
 _SITES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
 def is_program(filename: str) -> bool:
-    """Whether a file belongs to the program, and not to an installed package.
+    """Whether a file belongs to the program, not to an installed package.
 
     Packages are installed in folders named site-packages or dist-packages: this interpreter's, the user's, the
-    system's, another environment's. A folder of any name that pip has filled, and that is on sys.path, says in
-    *.dist-info what it holds.
+    system's, another environment's. Any folder on sys.path that pip has filled lists its packages in *.dist-info.
     """
     if filename.startswith(_INSTALLED) or any(site in filename for site in _SITES):
         return False
@@ -39,15 +38,15 @@ def is_program(filename: str) -> bool:
 
 
 def has_compiled_parts(filename: str, package: str) -> bool:
-    """Whether the package of this name, in which a file lies, has parts that are not Python. Such parts exist once per
-    process, and so the package can be imported only once."""
+    """Whether the package of this name that contains a file has compiled parts. These exist once per process, so the
+    package can be imported only once."""
     above, found, _ = filename.rpartition(f"{os.sep}{package}{os.sep}")
     return bool(found) and _is_compiled(above + found)
 
 
 @cache
 def _filled_by_pip(folder: str) -> frozenset[str]:
-    """The names of the packages and modules that pip has put there."""
+    """The names of the packages and modules that pip has installed there."""
     names = set[str]()
     for record in Path(folder).glob("*.dist-info/RECORD"):
         lines = record.read_text(encoding="utf8", errors="replace").splitlines()

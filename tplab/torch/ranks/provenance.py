@@ -1,4 +1,4 @@
-"""Provenance: which ranks' data a rank sends, receives and computes with, and what its program calls it."""
+"""Provenance: which ranks' data a rank sends, receives and computes with, and the program's names for it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tplab.trace.label import UNKNOWN, Label
 if TYPE_CHECKING:
     from tplab.torch.ranks.meter import Meter
 
-LABELS_UP_TO = 1024  # elements; a larger received tensor alone does not make us watch every operation
+LABELS_UP_TO = 1024  # elements; a larger received tensor is no reason to follow every operation
 
 
 class Provenance:
     """What rank `rank` knows about which ranks' data its tensors hold.
 
-    The first thing that it sends is a new chunk of its own, as is everything else it sends that was not computed from
-    something received. Received tensors have labels, and `meter` passes them on to what is computed from them. Where
-    that would cost more than it shows, the rank loses track: of what it computes from a large tensor, which is not
-    shown element by element; where operations are timed; and after very many operations. From then on it only knows the
-    labels of what it passes on unchanged, and of the rest it says that it does not know.
+    The first tensor that it sends is a new chunk of its own, as is every later one that was not computed from received
+    data. Received tensors have labels, which `meter` passes on to what is computed from them. The rank loses track
+    where that would cost more than it shows: of what it computes from a large tensor, whose elements are not shown;
+    where operations are timed; and after very many operations. From then on it knows only the labels of what it passes
+    on unchanged, and reports all others as unknown.
 
-    What collectives of all ranks return has data of all ranks, whatever went in. So only what a collective of some
-    ranks returns has a label.
+    A collective of all ranks returns data of all ranks, whatever its inputs. So only the result of a collective of some
+    ranks has a label.
 
-    number_of   (tensor, the number of chunks before it) -> the number of a new chunk
-    keep        for how many results computed from received data the values are kept
+    number_of   (tensor, the number of earlier chunks) -> the number of a new chunk
+    keep        how many results computed from received data keep their values
     is_timed    whether operations are timed, so that following them would change the times
     """
 
@@ -51,13 +51,13 @@ class Provenance:
     ):
         self.rank, self.labels = rank, labels
         self._meter, self._number_of, self._is_timed = meter, number_of, is_timed
-        self._sent = Labels()  # sent again, it is the same chunk
+        self._sent = Labels()  # a tensor that is sent again is the same chunk
         self._num_chunks = 0
         self.values = Values(keep)  # of tensors that were computed from received data
         self.has_lost_track = False
 
     def of(self, x: Tensor) -> Label:
-        """What is known about a tensor that is about to be sent."""
+        """The label of a tensor that is about to be sent."""
         if self.has_lost_track and not self.labels.may_have(x) and not self._sent.may_have(x):
             return UNKNOWN
         if self._is_lost():
@@ -68,7 +68,7 @@ class Provenance:
         return label
 
     def put_in(self, x: Tensor) -> Label | None:
-        """What is known about a tensor that this rank puts into a collective; None: it is the rank's own data."""
+        """The label of a tensor that this rank contributes to a collective; None: its own data."""
         if self._is_lost():
             return self._unchanged(self.labels, x) or UNKNOWN
         return self.labels.get(x)
@@ -79,12 +79,12 @@ class Provenance:
         return self.has_lost_track
 
     def _unchanged(self, labels: Labels, x: Tensor) -> Label | None:
-        """The label of a tensor, if it has not been written to unseen."""
+        """The label of a tensor, if it has not been written to since."""
         label = labels.get(x)
         return None if label is None or labels.is_changed(x) else label
 
     def starts_with(self, x: Tensor) -> None:
-        """Treat `x` as new data of this rank's own, if nothing else is known about it."""
+        """Treat `x` as new data of this rank, if it has no label."""
         if self.labels.get(x) is None:
             self._new_chunk(x)
 
@@ -96,7 +96,7 @@ class Provenance:
         return label
 
     def received(self, x: Tensor, label: Label | None) -> None:
-        """Note what arrived, and follow its data from here on."""
+        """Label what arrived, and follow its data from here on."""
         if label is not None and (label != UNKNOWN or not self.has_lost_track):
             self.labels.set(x, label)
         if self._is_lost() or self._meter.is_open:
@@ -118,7 +118,7 @@ class Provenance:
 
 
 NAMES_UP_TO = 64
-"""Chunks of a rank. Those that it sends later are not looked for in the program's variables."""
+"""How many chunks of a rank are looked up in the program's variables."""
 
 _PLAIN = (Tensor, Parameter)
 
@@ -126,10 +126,9 @@ _PLAIN = (Tensor, Parameter)
 def name_in_program(x: Tensor) -> str:
     """ "Z" where x is the program's variable Z; "x[3]" where it is piece 3 of x, cut into pieces of equal size.
 
-    Pieces come first: if a piece also has a variable of its own, the name of the whole says more. The search goes from
-    the program's outermost function inwards, and in each function follows the order in which variables are made,
-    arguments first. Where several variables of a function are this tensor, it has the name in the function's call. ""
-    if none is found.
+    Pieces come first: the name of the whole says more than a piece's own variable. The search goes from the program's
+    outermost function inwards, and in each function follows the order in which variables are made, arguments first. Of
+    several variables of a function that are this tensor, it takes the one in the running expression. Else "".
     """
     memory = _memory(x)
     if memory is None:
@@ -152,7 +151,7 @@ def name_in_program(x: Tensor) -> str:
 
 
 def _memory(x: Tensor) -> tuple[int, Any] | None:
-    """Where a tensor's numbers are, and their dtype; None if it has none, as on torch's meta device."""
+    """The address of a tensor's memory, and its dtype; None if it has none, as on the meta device."""
     if type(x) not in _PLAIN or x.device.type == "meta" or not x.numel():
         return None
     try:
@@ -179,7 +178,7 @@ def _tensors(frame: FrameType) -> list[tuple[str, Tensor]]:
 
 
 def _written(frame: FrameType) -> set[str]:
-    """The names that are written in the expression which the function evaluates now."""
+    """The names in the expression that the function is evaluating."""
     steps = [step for step in dis.get_instructions(frame.f_code) if step.positions and step.positions.lineno]
     now = next((step.positions for step in reversed(steps) if step.offset <= frame.f_lasti), None)
     if now is None or now.col_offset is None:
@@ -194,7 +193,7 @@ def _is_inside(place: Any, whole: Any) -> bool:
 
 
 def _piece(whole: Tensor, x: Tensor) -> int | None:
-    """Which piece of `whole` x is: the pieces are equal parts along one dim, or of the elements in their order."""
+    """The index of x among equal pieces of `whole`, along one dim or of its elements in order; or None."""
     if not 0 < x.numel() < whole.numel():
         return None
     offset = int(x.storage_offset() - whole.storage_offset())

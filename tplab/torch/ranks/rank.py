@@ -1,4 +1,4 @@
-"""The rank that is running: a collective asks it for its place on the mesh, and passes its tensor to it."""
+"""The running rank: its place on the mesh, and the interface through which it starts collectives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Made = TypeVar("Made")
 
 
 class Apart(tuple[int, ...]):
-    """A group's ranks, with collectives that are counted apart from those of other groups with the same ranks:
+    """A group's ranks whose collectives are counted separately from those of other groups with the same ranks.
     torch.distributed can have several such groups, under different names."""
 
     name: str
@@ -73,14 +73,14 @@ class Place(NamedTuple):
 
 
 class Call:
-    """A collective as one rank calls it: its row in the table, the rank's place, and the collective's own parameters,
-    `about` by name.
+    """A collective as one rank calls it: its row of the table, the rank's place, and its parameters (`about`: by name).
 
-    `peers` is for the operations between pairs (ppermute, ring_shift, send, receive): the rank to send to and the one
-    to receive from, None if there is none. `key` is what must be the same on every rank. `splits` are the sizes of this
-    rank's pieces, one for each position, where ranks may cut their inputs differently. Calls are made once and compared
-    by identity. `takes` are the sizes that this rank has room for from each position: empty if it takes nothing, None
-    if ranks do not say.
+    key      what must be the same on every rank
+    peers    for ppermute, ring_shift, send, receive: the ranks to send to and to receive from, None if there is none
+    splits   the size of this rank's piece for each position, where ranks may split their inputs differently
+    takes    the size that this rank has room for from each position: empty if it receives nothing, None if unsaid
+
+    A call is made once and compared by identity.
     """
 
     __slots__ = ("about", "axis", "key", "op", "params", "peers", "place", "row", "splits", "takes")
@@ -103,17 +103,17 @@ class Call:
 
     @property
     def reduction(self) -> str:
-        """How it combines the ranks' inputs: "sum", "max", ...; "" if it combines nothing."""
+        """How the ranks' inputs are combined: "sum", "max", ...; "" if they are not."""
         return str(self.about.get("op", ""))
 
     @property
     def root(self) -> int:
-        """The position that everything comes from or goes to; 0 where there is none."""
+        """The position that all data comes from or goes to; 0 where there is none."""
         return self.about.get("root", 0)
 
     @property
     def dims(self) -> tuple[int, int]:
-        """The dim along which it cuts a rank's input, and that along which it joins pieces."""
+        """The dim along which an input is split, and the dim along which pieces are joined."""
         dim = self.about.get("dim", 0)
         return self.about.get("split_dim", dim), self.about.get("concat_dim", dim)
 
@@ -128,11 +128,11 @@ def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
 
 
 MESSAGES = ("send", "receive")
-"""What one rank calls to send to another, and what that one calls."""
+"""The operation that a rank calls to send to another, and the one that the receiver calls."""
 
 
 class Pending(ABC):
-    """A collective that has been started. It is not a tensor: using it as one is an error that says to wait for it."""
+    """A collective that has been started. It is not a tensor: using it as one raises an error."""
 
     __slots__ = ()
 
@@ -158,7 +158,7 @@ class Pending(ABC):
         """This rank's result, once it is ready."""
 
     def read(self) -> Tensor:
-        """The same, but read-only: other ranks may have it in the same memory."""
+        """The same, but read-only: other ranks may share its memory."""
         return self.wait()
 
     def __init_subclass__(cls) -> None:
@@ -166,7 +166,7 @@ class Pending(ABC):
             not_compiled(vars(cls)["wait"])
 
 
-UNWAITED = "this is a collective that was started, not yet its result; call .wait(), which gives the tensor"
+UNWAITED = "this is a collective that has been started, not its result; call .wait(), which returns the tensor"
 
 
 def _refused(self: Pending, *_: Any) -> Any:
@@ -181,25 +181,25 @@ for _name in ("neg", "getitem", "float", "lt", "gt"):
 
 
 class Rank(ABC):
-    """One rank of a running program, wherever it runs: simulated in this process, or a process of its own."""
+    """One rank of a running program: simulated in this process, or a process of its own."""
 
-    seed: int = 0  # of the run: with it each rank can draw the same numbers by itself
+    seed: int = 0  # of the run: every rank can draw the same numbers from it
     lines: Lines
-    fuses_attention = False  # whether attention is computed as on a GPU, by one kernel
+    fuses_attention = False  # whether one kernel computes attention, as on a GPU
 
     def __init__(self, rank: int, mesh: Mesh):
         self.rank, self.mesh = rank, mesh
-        self.draws: dict[Any, int] = {}  # how many draws it has made in common with other ranks, by axis
-        self.drawn: Any = None  # those draws, for a backward pass that repeats them
-        self.labels = Labels()  # for what it has received, and computed from that
+        self.draws: dict[Any, int] = {}  # how many draws it has shared with other ranks, by axis
+        self.drawn: Any = None  # the record of those draws, for a backward pass that repeats them
+        self.labels = Labels()  # of what it has received, and computed from that
         self._places: dict[Axis, Place] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self.receipts: dict[tuple[int, ...], Any] = {}  # for each sender, the last one that was reserved, on any axis
-        self.held = -1  # bytes that it keeps for backward passes, if the program says so
-        self.after_batch: list[Callable[[], None]] | None = None  # what to call when the current batch is over
-        self.pair: Any = None  # two passes that run at once, each of which goes on while the other waits
-        self.types: Any = None  # what writes down its operations, where `run` was asked for types
-        self.unit = ""  # whose parameters or gradients travel, where that is known
+        self.receipts: dict[tuple[int, ...], Any] = {}  # the last one that was reserved for each sender, on any axis
+        self.held = -1  # bytes that it keeps for backward passes, if the program reports them
+        self.after_batch: list[Callable[[], None]] | None = None  # called at the end of the current batch
+        self.pair: Any = None  # two passes that run concurrently: each continues while the other waits
+        self.types: Any = None  # the recorder of its operations, if `run` was asked for types
+        self.unit = ""  # whose parameters or gradients are being sent, if known
 
     def place(self, axis: Axis) -> Place:
         """This rank's place along `axis`. Raises MeshError for an axis that the mesh does not have."""
@@ -222,7 +222,7 @@ class Rank(ABC):
         splits: tuple[int, ...] | None = None,
         takes: tuple[int, ...] | None = None,
     ) -> Call:
-        """The collective `op` along `axis` as this rank calls it. Made once, as programs call it again and again."""
+        """The collective `op` along `axis` as this rank calls it. Cached, because programs repeat their calls."""
         if axis.__class__ is list:
             axis = tuple(axis)
         key = (op, axis, params) if splits is None else (op, axis, params, splits, takes)
@@ -233,7 +233,7 @@ class Rank(ABC):
         return found
 
     def message(self, op: str, axis: Axis, other: int, params: tuple[Any, ...] = ()) -> Call:
-        """The send to, or the receive from, the rank at position `other` of `axis`. Between two ranks the k-th send
+        """The send to, or the receive from, the rank at position `other` of `axis`. The k-th send between two ranks
         matches the k-th receive."""
         if axis.__class__ is list:
             axis = tuple(axis)
@@ -249,7 +249,7 @@ class Rank(ABC):
 
     @contextmanager
     def sends_for(self, unit: str) -> Iterator[None]:
-        """What is sent inside belongs to `unit`: the trace says so beside the line."""
+        """Attribute what is sent inside to `unit`: the trace names it beside the line."""
         before, self.unit = self.unit, unit
         try:
             yield
@@ -257,38 +257,38 @@ class Rank(ABC):
             self.unit = before
 
     def written(self, line: str) -> str:
-        """Where a collective is written: the line, and what is sent there if one line does that for many units."""
+        """The source line of a collective, with the unit if one line sends for many units."""
         return f"{line}, for {self.unit}" if self.unit else line
 
     @abstractmethod
     def begin(self, call: Call, x: Tensor) -> Pending:
-        """Start a collective on `x`, outside any graph; what the rank writes to `x` later is not sent."""
+        """Start a collective on `x`, outside any graph. Later writes to `x` do not change what is sent."""
 
     def do(self, call: Call, x: Tensor) -> Tensor:
-        """Run a collective on `x` to its end."""
+        """Run a collective on `x` to completion."""
         return self.begin(call, x).wait()
 
     def moment(self) -> float:
-        """This moment: a time in seconds, or where time is modelled, what stands for it until the run is over."""
+        """The current time in seconds; if time is modelled, a placeholder that is resolved after the run."""
         return time.perf_counter()
 
     def doing(self, about: Doing) -> AbstractContextManager[Any]:
-        """What the rank computes inside this is one action, and has its name in the trace."""
+        """A context in which everything that the rank computes is one action, with its name in the trace."""
         return nullcontext()
 
     def preparing(self) -> AbstractContextManager[Any]:
-        """What the rank computes inside this is no part of a step: on a modelled clock it takes no time."""
+        """A context for work that is not part of a step: it takes no time on a modelled clock."""
         return nullcontext()
 
     def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
-        """The label of data that is `piece` of what `origin_rank` began with."""
+        """The label of piece `piece` of the data that `origin_rank` began with."""
         return Label(origin_rank + piece * self.mesh.size, contributors)
 
-    def added_to(self, op: str, x: Tensor, label: Label) -> None:  # noqa: B027  # not every rank notes it
-        """Say that `x`, made by `op`, combines this rank's own data with what it received."""
+    def added_to(self, op: str, x: Tensor, label: Label) -> None:  # noqa: B027  # optional
+        """Note that `x`, computed by `op`, combines this rank's own data with what it received."""
 
     def starts_with(self, x: Tensor) -> None:  # noqa: B027
-        """Say that `x`, which has not been sent yet, is a new chunk, whatever it was computed from."""
+        """Treat `x`, which has not been sent yet, as a new chunk, whatever it was computed from."""
 
 
 _thread = threading.local()
@@ -316,7 +316,7 @@ def current_rank_or_none() -> Rank | None:
 
 
 def prepares(function: Callable[Params, Made]) -> Callable[Params, Made]:
-    """A function that makes or cuts a model. On a modelled clock that takes no time: a step begins after it."""
+    """Decorate a function that makes or shards a model: it takes no time on a modelled clock."""
 
     @wraps(function)
     def prepared(*args: Params.args, **kwargs: Params.kwargs) -> Made:
@@ -328,17 +328,17 @@ def prepares(function: Callable[Params, Made]) -> Callable[Params, Made]:
 
 
 def enter(rank: Rank) -> None:
-    """From here on this thread runs the program of `rank`."""
+    """Make this thread run the program of `rank`."""
     _thread.rank = rank
 
 
 def leave() -> None:
-    """From here on this thread runs no rank."""
+    """Make this thread run no rank."""
     del _thread.rank
 
 
 def around(frame: FrameType) -> None:
-    """What this thread runs is called from there: a line of the program may be above it."""
+    """Set the frame that this thread's work is called from: a line of the program may be above it."""
     _thread.around = frame
 
 
@@ -351,9 +351,9 @@ class _IsProgram(dict[str, bool]):
 
 
 class Lines:
-    """The line of the user's program that is being run, as text: "cell 3, line 4" or "file.py:12".
+    """The running line of the user's program, as text: "cell 3, line 4" or "file.py:12".
 
-    An object belongs to one run: in a notebook a line's cell has another number when it is run again.
+    An object belongs to one run: in a notebook, a cell that runs again gets another number.
     """
 
     def __init__(self) -> None:
@@ -363,7 +363,7 @@ class Lines:
     def frame(self, above: int = 0) -> FrameType:
         """The innermost frame of the program; if the program is an installed package, the frame that calls tplab.
 
-        above   how many frames above the caller's cannot be the program's: checking each frame takes time
+        above   how many frames above the caller's are known not to be the program's: skipping them saves time
         """
         is_program = self._is_program
         frame: FrameType | None = sys._getframe(1 + above)
@@ -390,14 +390,14 @@ class Lines:
         return self.text(self.frame())
 
     def warning(self, text: str) -> Callable[..., None]:
-        """What warns of `text` when it is called, as `warnings.warn` would on the program's present line."""
+        """A function that warns of `text`, as `warnings.warn` would on the program's current line."""
         frame = self.frame()
         at = frame.f_code.co_filename, frame.f_lineno
-        seen = frame.f_globals.setdefault("__warningregistry__", {})  # where Python keeps what a module has warned of
+        seen = frame.f_globals.setdefault("__warningregistry__", {})  # where Python records a module's warnings
         return lambda *_: warnings.warn_explicit(text, UserWarning, *at, registry=seen)
 
     def chain(self) -> list[tuple[CodeType, str]]:
-        """The code and the line of each frame of the program, the innermost first."""
+        """The code and the line of each frame of the program, innermost first."""
         found, frame = [], sys._getframe(1)
         while frame is not None:
             if self._is_program[frame.f_code.co_filename]:
@@ -406,16 +406,16 @@ class Lines:
         return found
 
     def text(self, frame: FrameType) -> str:
-        """The line that a frame is at."""
+        """The line of a frame."""
         return self._text(frame.f_code.co_filename, frame.f_lineno)
 
     @property
     def places(self) -> dict[str, tuple[str, int]]:
-        """The file and the number of every line that has been named so far."""
+        """The file and line number of every line that has been named so far."""
         return {text: place for place, text in self._texts.items()}
 
     def of(self, error: BaseException) -> str | None:
-        """The innermost line of the program that `error` came through; None if it came through none."""
+        """The innermost line of the program in the traceback of `error`; None if there is none."""
         found, step = None, error.__traceback__
         while step is not None:
             filename = step.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The results of a program: the whole of every result, and whether ranks hold the copies that they should hold."""
+"""The results of a program: joined from the pieces of ranks, and checked where ranks should hold copies."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def without_graph(result: Any) -> Any:
 
 
 def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:
-    """Put the ranks' results together as `out_specs` says. Raises ReplicationError if copies differ.
+    """Join the ranks' results as `out_specs` says. Raises ReplicationError if copies differ.
 
-    None among the results of every rank stays None. A program that returns only None has forgotten its result.
+    A leaf that is None on every rank stays None. A program that returns only None has forgotten its result.
     """
     paths, structure = pytree.tree_flatten_with_path(per_rank[0])
     specs = spread(out_specs, per_rank[0], "out_specs")
@@ -65,7 +65,7 @@ def _tensor(leaf: Any, rank: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise SpecError(
             f"out_specs puts tensors together, but rank {rank} returned {leaf!r}, of type {type(leaf).__name__}; "
-            "return tensors or numbers, or leave out_specs away and read .per_rank"
+            "return tensors or numbers, or omit out_specs and read .per_rank"
         ) from None
 
 
@@ -82,9 +82,10 @@ def _joined(shards: list[Tensor], spec: P, mesh: Mesh, which: str) -> Tensor:
 
 
 def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: Mesh, which: str) -> None:
-    """Check that ranks that should hold copies hold the same tensor, up to rounding: sums may be in another order.
+    """Raise ReplicationError unless ranks that should hold copies hold the same tensor, up to rounding: sums may differ
+    in order.
 
-    which   which of several results: "result['loss']", otherwise "tensor"
+    which   names one of several results: "result['loss']", otherwise "tensor"
     """
     first = shards[ranks[0]]
     for rank in ranks[1:]:
@@ -112,7 +113,7 @@ def _check_copies(shards: list[Tensor], ranks: tuple[int, ...], spec: P, mesh: M
 
 
 def _gap(a: Tensor, b: Tensor) -> float | None:
-    """How far two copies are apart, if that is more than rounding; infinite if only one is finite."""
+    """How far apart two copies are; None if only by rounding, infinite if only one is finite."""
     if _have_same_bits(a, b):
         return None
     exact_a, exact_b = _exact(a), _exact(b)
@@ -122,7 +123,7 @@ def _gap(a: Tensor, b: Tensor) -> float | None:
     gap = _largest((exact_a - exact_b)[differing])
     if a.is_floating_point() or a.is_complex():
         return gap if gap > _rounding(a) else None
-    return max(gap, 1.0)  # float64 may not tell two large whole numbers apart
+    return max(gap, 1.0)  # float64 may not distinguish two large integers
 
 
 def _have_same_bits(a: Tensor, b: Tensor) -> bool:
@@ -136,7 +137,7 @@ def _have_same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _of_c() -> Callable[[int, int, int], int] | None:
-    """C's memcmp, which reads each byte once and writes none; None where the system does not give it."""
+    """C's memcmp, which reads each byte once and writes none; None where the system lacks it."""
     try:
         memcmp = ctypes.CDLL(None).memcmp
     except (OSError, TypeError, AttributeError):  # Windows
@@ -154,12 +155,12 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """x with its elements one after another in memory, as they are; itself if it is so."""
+    """x with its actual elements in order in memory; x itself if they already are."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
 def _exact(x: Tensor) -> Tensor:
-    """x in a type that can be subtracted, and holds more than the type of x."""
+    """x in a dtype that can be subtracted and holds more than its own."""
     if x.dtype in WITHOUT_KERNELS:
         x = _bits(x)
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
@@ -171,7 +172,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _rounding(x: Tensor) -> float:
-    """How far two copies of `x` may be apart because their sums were in another order: a few roundings of the largest.
-    In types of 16 bits or fewer, in which no program adds up long sums, very few."""
+    """How far apart two copies of `x` may be because of the order of their sums: a few roundings of the largest value;
+    very few in types of 16 bits or fewer, in which no program adds up long sums."""
     kind = torch.finfo(x.dtype)
     return {8: 1, 16: 4}.get(kind.bits, 64) * kind.eps * _largest(_exact(x))

@@ -1,4 +1,4 @@
-"""Simulated ranks: how one of them does its collectives, and records them in its log and its trace."""
+"""Simulated ranks: how a rank performs its collectives, and records them in its log and its trace."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tplab.trace.label import UNKNOWN, Label
 
 
 class SimulatedRank(WaitingRank):
-    """A rank that is a thread of this process and takes turns with the others: its messages and collectives."""
+    """The messages and collectives of a rank that is a thread of this process and takes turns with the others."""
 
     # --- collectives ---------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, x: Tensor) -> Pending:
         if num_modes():
             begun = begins()
-            with no_dispatch():  # what follows is no operation of the program
+            with no_dispatch():  # what follows is not an operation of the program
                 return self._begun(call, x, begun)
         return self._begun(call, x)
 
     def do(self, call: Call, x: Tensor, is_lent: bool = False) -> Tensor:
-        """Run it to its end. With `is_lent` the result is read-only."""
+        """Run a collective to completion. With `is_lent`, the result is read-only."""
         if num_modes():
             with no_dispatch():
                 result = self._done(call, x, is_lent)
@@ -43,7 +43,7 @@ class SimulatedRank(WaitingRank):
         return self._done(call, x, is_lent)
 
     def finish(self, site: Site, meeting: Meeting, x: Tensor, begun: Begun | None, is_lent: bool) -> Tensor:
-        """Wait for the result of what this rank has begun, and take it. With `is_lent` it is read-only."""
+        """Wait for the result of a collective that this rank has started. With `is_lent`, it is read-only."""
         if self._is_timed:
             self._catch_up()
         with no_dispatch():
@@ -73,7 +73,7 @@ class SimulatedRank(WaitingRank):
         return _Pending(self, site, meeting, x, begun)
 
     def _done(self, call: Call, x: Tensor, is_lent: bool) -> Tensor:
-        """Begin it and wait for it. The input of a meeting needs no copy: this thread cannot write to it meanwhile."""
+        """Start a collective and wait for it. Only a message is copied: this thread cannot write to `x` now."""
         if self._is_timed:
             self._catch_up()
         site = self._site(call, x)
@@ -105,7 +105,7 @@ class SimulatedRank(WaitingRank):
         return site
 
     def _arrive(self, site: Site) -> Meeting:
-        """The meeting of the group that this call belongs to, with this rank's arrival noted."""
+        """Note this rank's arrival in the meeting of the group that this call belongs to. Returns the meeting."""
         if self.seat.turns.failure is not None:
             raise Released
         if (watches := self.seat.turns.watches).naps:
@@ -121,13 +121,13 @@ class SimulatedRank(WaitingRank):
         meeting.sites[index] = site
         if len(meeting.sites) == group.size:
             del group.open[number]
-            if site.call.op == "receive" and meeting.waiting:  # for it to be taken
+            if site.call.op == "receive" and meeting.waiting:  # a sender may wait for this receive
                 self.seat.turns.ready.extend(meeting.waiting)
                 meeting.waiting.clear()
         return meeting
 
     def _send(self, site: Site, x: Tensor, meeting: Meeting) -> int | None:
-        """Put this rank's message where its receiver finds it. Returns its entry in the log, if it goes anywhere."""
+        """Put this rank's message where its receiver finds it. Returns its log entry; None if sent to itself."""
         world, rank, payload, num_bytes = self.world, self.rank, own(x), site.num_bytes
         target: int = site.target  # type: ignore
         if target == rank:
@@ -148,7 +148,7 @@ class SimulatedRank(WaitingRank):
         return entry
 
     def _put_in(self, site: Site, x: Tensor, label: Label | None, meeting: Meeting) -> None:
-        """Give this rank's tensor, with its label, to the meeting; the last to arrive works out every rank's result."""
+        """Add this rank's tensor and label to the meeting. The last rank to arrive computes every rank's result."""
         meeting.inputs[site.index] = x.detach() if x.requires_grad else x
         if label is not None:
             meeting.labels[site.index] = label
@@ -160,7 +160,7 @@ class SimulatedRank(WaitingRank):
         if len(meeting.inputs) < len(ranks):
             return
         if call.takes is not None and (error := unfit(meeting)) is not None:
-            self.seat.turns.fail(error)  # the run ends with it, even if the program goes on
+            self.seat.turns.fail(error)  # ends the run, even if the program goes on
             raise error
         since = time.perf_counter()
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
@@ -176,7 +176,7 @@ class SimulatedRank(WaitingRank):
             if num_sent is None:
                 x = inputs[index]
                 num_sent = bytes_sent(other.call, x.shape, x.element_size(), [y.numel() for y in inputs], index)
-                if call.op != "all_gather":  # the others' inputs may have another size each time
+                if call.op != "all_gather":  # the sizes of other ranks' inputs may change
                     other.num_sent = num_sent
             values = world.values.of(meeting.outputs[index])
             entry, label = meeting.entries[index], labels[index]
@@ -189,7 +189,7 @@ class SimulatedRank(WaitingRank):
         meeting.waiting.clear()
 
     def _outcome(self, site: Site, meeting: Meeting, is_lent: bool) -> Tensor:
-        """This rank's result from a meeting of all, once it is ready."""
+        """This rank's result of a collective that is not between pairs, once it is ready."""
         if meeting.outputs is None:
             self._wait(site, meeting)
         self._wait_on_clock(site, meeting.entries.get(site.index))
@@ -215,9 +215,9 @@ class SimulatedRank(WaitingRank):
         return result
 
     def _wait_on_clock(self, site: Site, entry: int | None) -> None:
-        """Go on when this entry of the log has arrived."""
+        """Advance this rank's clock to the time when this log entry arrives."""
         if entry is not None:
-            self.log.add(self.lane, WAIT, entry, site.wait_form if self.home is self else -1)  # another thread's waits
+            self.log.add(self.lane, WAIT, entry, site.wait_form if self.home is self else -1)  # no other thread's waits
 
     def _wait(self, site: Site, meeting: Meeting) -> None:
         meeting.waiting.append(self.seat)
@@ -225,10 +225,10 @@ class SimulatedRank(WaitingRank):
         self.seat.turns.pass_on(self.seat)
         self.waits_in = None
 
-    # --- what torch.distributed asks besides collectives -----------------------------------------------------------
+    # --- what torch.distributed needs besides collectives ----------------------------------------------------------
 
     def await_receiver(self, sent: _Pending) -> None:
-        """Wait until the receiving rank is ready to take this, as large messages in real networks do."""
+        """Wait until the receiving rank is ready to receive this, as large messages do in real networks."""
         site, meeting = sent.site, sent.meeting
         if site.target == self.rank:
             return
@@ -240,7 +240,7 @@ class SimulatedRank(WaitingRank):
             self._seen_at = self._now()
 
     def fetch(self, pending: _Pending) -> Tensor:
-        """This rank's result from a meeting of all. Its clock goes on: it waits when the program does."""
+        """This rank's result of a collective. Its clock does not wait yet: it waits when the program does."""
         meeting = pending.meeting
         if self._is_timed:
             self._catch_up()
@@ -252,7 +252,7 @@ class SimulatedRank(WaitingRank):
         return meeting.outputs[pending.site.index]  # type: ignore
 
     def has_come(self, pending: _Pending) -> bool:
-        """Whether a wait would end at once. If not, the others have a turn."""
+        """Whether a wait would end at once. If not, other ranks have a turn."""
         site, meeting = pending.site, pending.meeting
         if site.call.peers is None:
             here = meeting.outputs is not None
@@ -263,8 +263,7 @@ class SimulatedRank(WaitingRank):
         return here
 
     def _mismatch(self, meeting: Meeting, site: Site) -> CollectiveMismatchError:
-        """The error for a call that is not the collective that the others of its group are in. The run ends with it,
-        even if the program goes on."""
+        """The error for a call that differs from the collective of the others in its group. It ends the run."""
         sides = [(rank, str(side)) for rank, side in (meeting.first, (self.rank, site))]
         error = mismatch(meeting.number, site.call.place.label, site.group.ranks, sides)
         self.waits_in = site, meeting
@@ -277,7 +276,7 @@ class _Pending(Pending):
 
     def __init__(self, rank: SimulatedRank, site: Site, meeting: Meeting, x: Tensor, begun: Begun | None):
         self.rank, self.site, self.meeting, self.begun = rank, site, meeting, begun
-        self.x: Tensor | None = x  # gives the shape of zeros if no rank sends
+        self.x: Tensor | None = x  # the shape of the zeros that it returns if no rank sends
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Storages that somebody watches: what is known about each piece of memory while it exists, and which are gone."""
+"""Watched storages: what is known about each one while it exists, and which have been freed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Known = TypeVar("Known")
 
 
 class Storages(Generic[Known]):
-    """What is known about storages that exist. To see which are gone, nobody has to look at all of them.
+    """What is known about storages that exist. Finding those that have been freed takes no scan.
 
-    get(storage)         what is known about it; None if nothing is
-    add(storage, known)  watch it from now on; `change(storage, known)`: something else is known about it now
-    gone()               what was known about those that have been freed since the last call, in that order
-    rest()               what is known about those that are left
+    get(storage)            what is known about it; None if nothing is
+    add(storage, known)     watch it from now on
+    change(storage, known)  replace what is known
+    gone()                  what was known about those that have been freed since the last call, in that order
+    rest()                  what is known about those that are left
 
-    A storage tells by itself that it is freed, in whatever thread and at whatever moment that happens. So this only
-    puts it in a queue, which `gone` reads.
+    A storage can be freed in any thread at any moment, so the callback only puts it in a queue, which `gone` reads.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What went wrong among ranks, in words: the same for simulated ranks and for processes."""
+"""Errors of ranks in words: the same for simulated ranks and for processes."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from tplab.torch.ranks.rank import MESSAGES, Call, call_text
 from tplab.units import ranks_text
 
 CallKey = tuple[str, str, tuple[Any, ...]]
-"""A collective, as `Call.key`."""
+"""A collective as its `Call.key`."""
 
 HAS_RETURNED = "has returned"
 AGAIN = ", again and again,"
-"""Said of a rank that sleeps and looks again."""
+"""Describes a rank that sleeps and looks again."""
 _THE_SAME = "every rank of a group must call the same collectives in the same order"
 _OF_A_RUN = (RankError, DeadlockError, CollectiveMismatchError)
 
 
 def side_text(key: CallKey, dtype: str, shape: Iterable[int], where: str) -> str:
-    """How one rank calls a collective: with what, and where."""
+    """A rank's call of a collective: its arguments and its line."""
     what = "" if key[0] == "barrier" else f" of {dtype} {list(shape)}"
     return f"{call_text(*key)}{what} at {where}"
 
 
 def waits_text(key: CallKey, where: str, missing: Sequence[int], is_message: bool) -> str:
-    """What a stuck rank does: it waits for the ranks that are `missing`, or for a message from one."""
+    """What a stuck rank does: it waits for the `missing` ranks, or for a message from one."""
     return f"waits in {call_text(*key)} at {where} for {'a message from ' * is_message}{ranks_text(missing)}"
 
 
 def raised(rank: int, error: BaseException, kind: str, text: str, line: str | None, mesh: Mesh) -> TplabError:
-    """What a rank raised, with the rank's number. tplab's own errors stay as they are, except those of another run that
-    the rank has made inside its program.
+    """The error for what a rank raised, with the rank's number. tplab's own errors only get a note, except those of
+    another run inside the rank's program.
 
-    kind, text   of the error; `line` of the program, from which it came
+    kind, text   of the exception; `line`: the program's line that raised it
     """
     at = f" at {line}" if line else ""
     if isinstance(error, TplabError) and not isinstance(error, _OF_A_RUN):
@@ -47,19 +47,20 @@ def raised(rank: int, error: BaseException, kind: str, text: str, line: str | No
 
 
 def while_handling(rank: int, error: BaseException, line: str, calls: str) -> str:
-    """What a rank was about to say: an error, which it raised at `line`, before it called something else."""
+    """The sentence about an error that a rank raised at `line` and is still handling while it calls something else."""
     return f"rank {rank} raised {type(error).__name__} at {line}: {error}, and calls {calls} while handling it;"
 
 
 def behind(held: Sequence[tuple[int, str]], error: TplabError) -> TplabError:
-    """A mismatch or a deadlock, behind what ranks were about to say: each with the rank, as of `while_handling`."""
+    """A mismatch or a deadlock after the errors that ranks still handle: for each, the rank and its
+    `while_handling`."""
     return RankError("\n".join([*(said for _, said in held), str(error)]), held[0][0]) if held else error
 
 
 def mismatch(
     number: int, label: str, group: Sequence[int], sides: Iterable[tuple[int, str]]
 ) -> CollectiveMismatchError:
-    """The error for ranks whose collectives number `number` differ.
+    """The error for ranks that differ in the collective number `number`.
 
     sides   the ranks that differ, each with its `side_text`
     """
@@ -73,10 +74,10 @@ def mismatch(
 def unmet(
     key: CallKey | None, number: int, rank: int, where: str | None, absent: Sequence[int]
 ) -> CollectiveMismatchError:
-    """The error where `rank` has called a collective that others of its group, the `absent` ones, never call.
+    """The error for a collective that `rank` has called and the `absent` ranks of its group never call.
 
-    key      the collective, and `where` it was called; None if that is no longer known
-    number   how many its group had before
+    key      the collective, `where` it was called; None if no longer known
+    number   how many collectives its group had before
     """
     called = f"rank {rank} called" + (f" at {where}" if where else "")
     if key is not None and key[0] in MESSAGES:
@@ -93,8 +94,8 @@ def unmet(
 
 
 def no_room(call: Call, index: int, sent: Sequence[int], said: Callable[[int], str]) -> CollectiveMismatchError | None:
-    """The error where the rank at `index` has room for pieces of other sizes than are `sent` to it, one from each
-    position. `said` gives a position's `side_text`."""
+    """The error if the rank at `index` has room for pieces of other sizes than are `sent` to it, one from each
+    position; None if they fit. `said` returns a position's `side_text`."""
     takes, place = call.takes or (), call.place
     wrong = [at for at, sizes in enumerate(zip(takes, sent, strict=False)) if len({*sizes}) > 1]
     if not wrong:
@@ -108,7 +109,7 @@ def no_room(call: Call, index: int, sent: Sequence[int], said: Callable[[int], s
 
 
 def deadlock(doing: Mapping[int, str], ops: Sequence[str]) -> DeadlockError:
-    """The error that says what every rank does, when none can go on.
+    """The error for a deadlock, which says what every rank does.
 
     doing   rank -> its `waits_text`, or that it has returned
     ops     the operations that ranks wait in

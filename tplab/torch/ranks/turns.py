@@ -21,20 +21,20 @@ from tplab.units import ranks_text
 
 
 class Released(BaseException):
-    """Raised in a waiting rank to end it, because another one has failed. Programs should let it pass."""
+    """Raised in a waiting rank to end it after another one has failed. Programs should not catch it."""
 
 
 class Seat:
-    """The place of a thread among those that take turns.
+    """The place of one thread among those that take turns.
 
-    number     the number of the rank whose program it runs
+    number     the rank whose program it runs
     home       the seat of the rank's first thread; other seats are for threads that its program has started
-    turn       held by others until it is this thread's turn
-    own        at `home`: the rank's own part of the process's state when its turn comes
+    turn       a lock that is held until it is this thread's turn
+    own        at `home`: the rank's own part of the process state when its turn comes
     gate       where Ctrl-C may end it
-    begins     what this thread has to do when its turn begins, if anything
-    is_at_end  whether its program has returned, and only waits for threads that it has started
-    member     the rank, as this thread has it
+    begins     called when this thread's turn begins, if there is something to do
+    is_at_end  whether its program has returned and it only waits for threads that the program has started
+    member     this thread's object for the rank
     """
 
     __slots__ = (
@@ -63,21 +63,21 @@ class Seat:
 class Turns:
     """Whose turn it is among the ranks of one run.
 
-    `ready` holds the seats that can go on, in the order in which they became ready: first those of all ranks, then each
-    one when what it waits for has arrived. A thread that has to wait, or returns, gives its turn to the first of them.
-    If there is none, no rank can ever go on: a deadlock.
+    `ready` holds the seats that can go on, in the order in which they became ready: first those of all ranks, later
+    each one when what it waits for has arrived. A thread that waits or returns passes its turn to the first. If there
+    is none, there is a deadlock.
 
-    Threads that a rank's program starts take turns too, each on a seat of its own beside the rank's (`beside`). When
-    all ranks have reached the end of their programs, those that still wait are released.
+    Threads that a rank's program starts take turns too, each on a seat of its own beside the rank's (`beside`). Once
+    all ranks have reached the end of their programs, threads that still wait are released.
 
-    Of several runs in several threads, one has the floor, and its ranks take turns; they let the others have it now and
-    then. `around` is the seat of the rank that makes this run inside its program, during its turn.
+    Of several runs in several threads, one has the floor, and its ranks take turns; it regularly lets the others have
+    it. `around` is the seat of the rank that makes this run inside its program, during its turn.
 
-    num_ranks   how many take turns
-    state       the part of the process's state that is swapped with the turn
+    num_ranks   how many ranks take turns
+    state       the part of the process state that is swapped with the turn
     stuck       makes the error for a deadlock
     named       makes the error for what a rank has raised
-    told        puts what a rank was about to say before the error that the run fails with
+    told        puts the errors that ranks are still handling before the error that the run fails with
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Turns:
         around: Seat | None,
     ):
         self.seats = [Seat(number, self) for number in range(num_ranks)]
-        self.others: list[Seat] = []  # those of threads that programs have started
+        self.others: list[Seat] = []  # of threads that programs have started
         self.ready: deque[Seat] = deque(self.seats)
         self.watches = Watches[Seat]()
         self.failure: BaseException | None = None
@@ -98,21 +98,21 @@ class Turns:
         self._kernels: Own | None = None
         self._ticket: Ticket = Ticket() if around is None else around.turns._ticket
         self.core = OneCore([])
-        self._now: Seat | None = None  # who has the turn
+        self._now: Seat | None = None  # the seat that has the turn
         self._began, self._silent_for = time.perf_counter(), LONG
         self._running = set(self.seats)
         self.process = os.getpid()  # a forked process has a copy, in which no thread takes turns
         self._is_paused = self.is_over = False
         self._ending = Lock()
-        self._called = Lock()  # held until the thread that called `run` has something to do
+        self._called = Lock()  # held until the thread that called `run` has work to do
         self._called.acquire()
 
     # --- in the thread that calls run ----------------------------------------------------------------------------
 
     def run(self, programs: Sequence[Callable[[], Any]], owns: Callable[[Own], Sequence[Own]]) -> list[Any]:
-        """Run one program per rank until all have ended. Returns what each returned; raises the first error.
+        """Run one program per rank until all have ended. Returns what each one returned; raises the first error.
 
-        owns   from the kernel's part of the process's state -> what each rank begins with
+        owns   the kernel's part of the process state -> what each rank begins with
         """
         try:
             try:
@@ -132,7 +132,7 @@ class Turns:
                 for seat in [*self.seats, *self.others]:
                     assert seat.thread is not None
                     seat.thread.join()
-            except BaseException as error:  # Ctrl-C, or an error of the run around this one, or no more threads
+            except BaseException as error:  # Ctrl-C, an error of the enclosing run, or no more threads
                 interrupt = _pressed(error)
                 self._stop(interrupt)
                 if interrupt is not error:
@@ -141,14 +141,14 @@ class Turns:
         finally:
             try:
                 self._leave()
-            except BaseException:  # Ctrl-C on the last lines
+            except BaseException:  # Ctrl-C during the last lines
                 self._leave()
                 raise
             self._kernels = None
         if self.failure is not None:
             raise self.failure
         results = [seat.result for seat in self.seats]
-        for seat in self.seats:  # so that what they hold does not wait for the garbage collector
+        for seat in self.seats:  # frees their contents without waiting for the garbage collector
             seat.result = seat.own = None
         self.others.clear()
         return results
@@ -191,12 +191,12 @@ class Turns:
         self.core = OneCore([seat.thread.native_id for seat in self.seats if seat.thread and seat.thread.native_id])
 
     def _check_around(self) -> None:
-        """End this run if the run around it has failed."""
+        """End this run if the enclosing run has failed."""
         if self._around is not None and self._around.turns.failure is not None:
             raise Released
 
     def _pause(self) -> None:
-        """Let the runs of other threads take their turns."""
+        """Let the runs in other threads take their turns."""
         assert self._kernels is not None
         self._state.put(self._kernels)
         if self._around is None:
@@ -211,7 +211,7 @@ class Turns:
         self._give_turn()
 
     def _look(self) -> None:
-        """Say now and then where a long run is: a rank may be slow, or wait for one that is waiting for its turn."""
+        """Report where a long run is: a rank may be slow, or wait for one that is waiting for its turn."""
         seconds, seat = time.perf_counter() - self._began, self._now
         if seconds < self._silent_for or seat is None or seat.thread is None or self._around is not None:
             return
@@ -221,21 +221,21 @@ class Turns:
             print(whereabouts(seconds, seat.number, frame, turn), file=sys.stderr)
 
     def _stop(self, interrupt: BaseException) -> None:
-        """End all ranks, at the next line of Python that each reaches. Those inside a call that cannot be interrupted
-        are left behind, and end after it."""
+        """End every rank at the next line of Python that it reaches. Ranks inside a call that cannot be interrupted are
+        left behind, and end after it."""
         self.fail(interrupt)
         deadline = time.monotonic() + _PATIENCE
         with unheard(Released):
             while self._running and time.monotonic() < deadline:
                 try:
                     for seat in [*self.seats, *self.others]:
-                        if seat.thread is None or seat.thread.ident is None:  # has not begun, and will not
+                        if seat.thread is None or seat.thread.ident is None:  # it has not begun, and will not
                             self._running.discard(seat)
                         if seat.turn.locked():
                             seat.turn.release()  # if it waits for its turn, it ends now
                         seat.gate.raise_through(Released)
                     self._called.acquire(timeout=_POLL)
-                except BaseException:  # Ctrl-C again, or released again
+                except BaseException:  # Ctrl-C or Released again
                     continue
         behind = sorted({seat.number for seat in self._running})
         if behind:
@@ -265,13 +265,13 @@ class Turns:
         return [seat for seat in self.others if seat.home is home and seat in self._running]
 
     def leave(self, seat: Seat) -> None:
-        """The thread for which this seat was made could not be started."""
+        """Remove the seat of a thread that could not be started."""
         self.others.remove(seat)
         self._running.discard(seat)
         self.ready.remove(seat)
 
     def live(self, seat: Seat, program: Callable[[], Any]) -> None:
-        """What a rank's thread does, from its first turn to its last."""
+        """Run a rank's thread, from its first turn to its last."""
         try:
             try:
                 seat.turn.acquire()
@@ -288,8 +288,8 @@ class Turns:
         self._end_turn(seat)
 
     def pass_on(self, seat: Seat) -> None:
-        """Give the turn away until this waiting thread is ready again. This runs at every wait, so what rarely is the
-        case is asked first, without a call."""
+        """Pass the turn on until this waiting thread is ready again. This runs at every wait, so rare cases are first
+        tested without a call."""
         home = seat.home
         if self.failure is not None or (seat is not home and self.is_let_go(seat)):
             raise Released
@@ -307,7 +307,7 @@ class Turns:
             seat.begins()
 
     def _can_go_on(self, seat: Seat) -> bool:
-        """Whether there is a seat that is ready, now that the thread of `seat` waits or ends."""
+        """Whether any seat is ready now that the thread of `seat` waits or ends."""
         if self.watches.by_seat:
             self.ready.extend(self.watches.met(seat))
         while not self.ready and self.failure is None and not self.is_over:
@@ -320,12 +320,12 @@ class Turns:
         return bool(self.ready)
 
     def is_let_go(self, seat: Seat) -> bool:
-        """Whether this thread must end where it is: the run has failed, or its rank has reached its end."""
+        """Whether this thread must end where it is: the run has failed, or its rank has ended."""
         is_left = seat is not seat.home and (self.is_over or seat.home not in self._running)
         return is_left or self.failure is not None
 
     def _give_turn(self) -> None:
-        """Let the first ready seat go on, or other runs if they are waiting."""
+        """Give the turn to the first ready seat, or the floor to other runs if they are waiting."""
         if self._ticket.is_wanted:
             self._is_paused = True
             self._called.release()
@@ -336,7 +336,7 @@ class Turns:
         seat.turn.release()
 
     def _end_turn(self, seat: Seat) -> None:
-        """The running thread has returned or failed: the next one goes on, or everything is done."""
+        """End the turn of a thread that has returned or failed: the next one goes on, or the run is over."""
         with self._ending:
             self._running.discard(seat)
             is_letting_go = False
@@ -351,7 +351,7 @@ class Turns:
                     is_letting_go = True
                 else:
                     self.fail(self._stuck())
-            if self.failure is not None or is_letting_go:  # one after another, each waiting thread is released and ends
+            if self.failure is not None or is_letting_go:  # waiting threads are released one after another
                 for other in [*self.seats, *self.others]:
                     if other in self._running and other.turn.locked():
                         other.turn.release()
@@ -360,7 +360,7 @@ class Turns:
                 self._called.release()
 
     def fail(self, error: BaseException) -> None:
-        """The run has failed with `error`; only the first one counts, as others follow from it."""
+        """Let the run fail with `error`. Only the first error counts, because others follow from it."""
         if self.failure is None:
             self.failure = self._told(error)
 
@@ -370,7 +370,7 @@ _PATIENCE = 2.0  # s; how long Ctrl-C waits for a rank
 
 
 def _close(gate: Gate) -> None:
-    """Close it, even if an exception raised before arrives meanwhile. This happens at most twice: `_stop` is slow."""
+    """Close a gate, even if an exception raised before arrives meanwhile. At most two do: `_stop` is slow."""
     try:
         gate.close()
     except Released:
@@ -378,8 +378,8 @@ def _close(gate: Gate) -> None:
 
 
 def _pressed(error: BaseException) -> BaseException:
-    """The Ctrl-C behind an error: pressed while `threading` holds a lock of its own, it can appear as the error of
-    releasing a lock that has not been taken again yet."""
+    """The Ctrl-C behind an error: while `threading` holds a lock of its own, Ctrl-C can surface as the error of
+    releasing a lock that has not been acquired again yet."""
     pressed = error.__context__
     is_of_lock = isinstance(error, RuntimeError) and "lock" in str(error)
     return pressed if is_of_lock and isinstance(pressed, KeyboardInterrupt) else error

@@ -1,4 +1,4 @@
-"""What a trace keeps of a tensor: the name of its type, and its values if it is small."""
+"""What a trace keeps of a tensor: the name of its dtype, and its values if it is small."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.trace.event import VALUES_UP_TO
 
 
 class Values:
-    """The values that a trace keeps: those of `left` more tensors, if they are small."""
+    """Keeps the values of small tensors for a trace: of `left` more of them."""
 
     def __init__(self, left: int):
         self.left = left
@@ -24,8 +24,8 @@ class Values:
 
 
 def values_of(x: Tensor) -> np.ndarray | None:
-    """The values of a small tensor, for the trace. If NumPy lacks their type, they get one that holds them. Meta
-    tensors have none."""
+    """The values of a small tensor, for the trace. A dtype that NumPy lacks is converted to one that holds it. None for
+    a meta tensor."""
     if x.is_meta:
         return None
     x = x.detach().cpu().resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""How a simulated rank waits for what others do, and the threads that its program starts."""
+"""How a simulated rank waits for other ranks, and the threads that its program starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Self
 
 from tplab.cost.lanes import AFTER, MARK
 from tplab.errors import OutsideRunError
+from tplab.torch.private import phase
 from tplab.torch.ranks.clocked import ClockedRank
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import Call, current_rank_or_none
@@ -20,7 +21,7 @@ _MOST_LOOKS, _LOOK = 100, 1e-3
 
 
 class WaitingRank(ClockedRank):
-    """A rank that gives its turn away until something has happened."""
+    """A rank that passes its turn on until something has happened."""
 
     def wait_until(
         self,
@@ -30,11 +31,11 @@ class WaitingRank(ClockedRank):
         patience: float = OF_RANKS,
         gives_up: bool = False,
     ) -> bool:
-        """Let the others go on until `is_there`, or for this many seconds. Returns whether it is. If another thread of
-        this rank caused it, it happens at that thread's time.
+        """Let the others go on until `is_there()`, or for this many seconds. Returns whether it is there. If another
+        thread of this rank caused it, this thread goes on at that thread's time.
 
-        what       says in an error what this rank waits in
-        patience   which threads can cause it, and `gives_up`, as in `watches`
+        what       names this wait in an error
+        patience   which threads can cause it; `gives_up`: both as in `watches`
         """
         if is_there():
             return True
@@ -53,7 +54,7 @@ class WaitingRank(ClockedRank):
         return seconds is None or is_there()
 
     def give_way(self) -> None:
-        """Let those that can go on do so first."""
+        """Let the seats that are ready go first."""
         turns = self.seat.turns
         if turns.ready:
             if self._is_timed:
@@ -64,14 +65,14 @@ class WaitingRank(ClockedRank):
                 self._seen_at = self._now()
 
     def sleep(self, seconds: float, what: str) -> None:
-        """Let the others go on for these seconds. On the measured clock, they are the rank's own time."""
+        """Let the others go on for this many seconds. On the measured clock they count as the rank's own time."""
         self.wait_until(lambda: False, what, seconds)
         if self._is_timed:
             self._seen_at -= seconds
 
     def looked_in_vain(self, for_what: str, what: str) -> None:
-        """Note that the program has looked for something that is not there. If it looks for the same again and again,
-        without sleeping, the others go on. (Not at once: many look once, to make what is not there.)"""
+        """Note that the program has looked for something that is not there. If it repeats this many times without
+        sleeping, the others go on. (Not at once: programs often look once, and then make what is missing.)"""
         before, num = self._looked
         self._looked = for_what, (num + 1 if before == for_what else 1)
         if self._looked[1] > _MOST_LOOKS and not self.waits_as_always:
@@ -82,13 +83,13 @@ class WaitingRank(ClockedRank):
         self.log.add(self.lane, AFTER, moment)
 
     def look(self) -> None:
-        """Let ranks go on that wait for something that this rank has done."""
+        """Wake the ranks that wait for something that this rank has done."""
         turns = self.seat.turns
         turns.ready.extend(turns.watches.met(self.seat))
 
     @contextmanager
     def at_line(self) -> Iterator[None]:
-        """What this rank calls meanwhile counts as called from the program's present line, wherever that is."""
+        """Attribute what this rank calls inside to the program's current line."""
         before = self._called_from
         self._called_from = before or self.world.lines.frame()
         try:
@@ -110,7 +111,7 @@ class WaitingRank(ClockedRank):
         return next(here())
 
     def seconds_at(self, moment: int) -> float:
-        """The modelled time of a moment. Ranks that are behind catch up first: they may still hold up this one."""
+        """The modelled time of a moment. Ranks that are behind catch up first: they may still delay it."""
         world = self.world
 
         def is_going(lane: int) -> bool:
@@ -124,14 +125,14 @@ class WaitingRank(ClockedRank):
 
     @property
     def is_going(self) -> bool:
-        """Whether it may note something without another rank, where it does not wait for one."""
+        """Whether it can record anything without another rank: it runs, and waits for none."""
         seat, waits = self.seat, self.waits_in is not None and not self._asks_time
         return seat.turns.is_running(seat) and not waits and not seat.is_at_end
 
     # --- threads that its program starts ---------------------------------------------------------------------------
 
     def here(self) -> Self:
-        """This rank, as the running thread has it. Raises OutsideRunError in a thread that does not belong to it."""
+        """This rank's object for the running thread. Raises OutsideRunError in a thread that does not belong to it."""
         current = current_rank_or_none()
         if current is self:
             return self
@@ -145,7 +146,7 @@ class WaitingRank(ClockedRank):
         )
 
     def beside(self, thread: Thread) -> Self:
-        """This rank for `thread`, which its program is about to start."""
+        """This rank's object for `thread`, which its program is about to start."""
         home = self.home
         other = type(self)(self.rank, self.world, self.seat.turns.beside(home.seat, thread), home)
         other.labels = self.labels
@@ -155,14 +156,14 @@ class WaitingRank(ClockedRank):
         return other
 
     def await_threads(self) -> None:
-        """At the end of its program: wait for the threads that it has started and that keep a process alive."""
+        """At the end of the program: wait for the threads that it has started, except daemons."""
         turns, seat = self.seat.turns, self.seat
         seat.is_at_end = True
         self.wait_until(lambda: turns.is_over or all(other.is_daemon for other in turns.others_of(seat)), "")
         seat.is_at_end = False
 
     def _line(self, frame: FrameType) -> str:
-        """The program's line; for a thread that runs an installed package, the line that has started it."""
-        if self.began_at and not is_program(frame.f_code.co_filename):
-            return self.began_at
+        """The program's line. If none is on the stack: the line that has started this thread, or "a step of ..."."""
+        if not is_program(frame.f_code.co_filename) and (self.began_at or phase() == "backward"):
+            return self.began_at or "a step of the backward pass"
         return self.world.lines.text(frame)

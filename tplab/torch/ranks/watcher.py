@@ -1,4 +1,4 @@
-"""Who is told what a thread does: one dispatch mode for everybody who listens, and none while nobody does."""
+"""The dispatch mode that reports a thread's operations to all its listeners; it is active only while it has some."""
 
 from __future__ import annotations
 
@@ -25,42 +25,41 @@ from tplab.torch.ranks.rank import this_rank
 
 
 class Listener:
-    """Somebody who is told of a thread's operations and collectives. Each kind of listener has some of these methods.
+    """Receives a thread's operations and collectives. Each kind of listener overrides some of these methods.
 
-    follows_threads   whether it is also told of what threads do that a rank's program starts
+    follows_threads   whether it also receives those of threads that a rank's program starts
     """
 
     follows_threads = False
 
     def starts(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation is about to run. `ended` gets what this returns."""
+        """Called before an operation. `ended` gets what this returns."""
 
     def ended(self, func: Any, args: Any, kwargs: Any, result: Any, note: Any) -> None:
-        """An operation has run."""
+        """Called after an operation."""
 
     def wraps(self, args: Any, kwargs: Any) -> None:
-        """An operation is on tensors that hold others, such as DTensors. What it does to those will be told."""
+        """Called before an operation on tensors that wrap others, such as DTensors. Those on the inner ones follow."""
 
     def takes_whole(self, func: HigherOrder, args: Any) -> bool:
         """Whether an operation that takes functions, such as flex_attention, is one operation for this listener."""
         return True
 
     def begins(self) -> Any:
-        """A collective has begun. `met` gets what this returns."""
+        """Called when a collective begins. `met` gets what this returns."""
 
     def met(self, call: Any, x: Tensor, y: Tensor, note: Any) -> None:
-        """The collective `call`, which is no operation of torch, has made y of x."""
+        """Called after the collective `call`, which is not a torch operation, has made y of x."""
 
     def ends_with(self, result: Any) -> None:
-        """The program is about to return this."""
+        """Called with the program's result before it returns."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """This memory has another size, which no operation has given it."""
+        """Called when a storage has been resized without an operation."""
 
 
 class Watched:
-    """A rank's program `fn` with a listener, which `kind` makes of the rank, `fn` and its arguments. It returns (what
-    the program returns, what the listener has `heard`)."""
+    """A rank's program `fn` with a listener: `kind(rank, fn, args)`. Returns (result, the listener's `heard`)."""
 
     def __init__(self, fn: Callable[..., Any], kind: Callable[..., Any]):
         self.fn, self.kind = fn, kind
@@ -77,14 +76,13 @@ Kind = TypeVar("Kind", bound=Listener)
 
 
 class Watcher(DispatchMode):
-    """Tells `listeners` of the operations of one thread, in the order in which they came.
+    """Reports the operations of one thread to `listeners`, in the order in which they ran.
 
-    It is in force while anybody listens, below all modes of the program, which may leave in any order. What a listener
-    does meanwhile is not told. Nobody is told of operations on tensors without data, by which torch works out shapes.
-    Compound operations, such as linear in inference mode, are told as what they consist of.
+    It is active while it has listeners, below all modes of the program, which may be popped in any order. The
+    listeners' own operations are not reported, nor are operations on fake tensors, with which torch works out shapes.
+    Compound operations, such as linear in inference mode, are reported as their parts.
 
-    It does not use `with`, which also counts in a variable of the whole process. That goes wrong if threads leave in a
-    different order than they entered.
+    It is not pushed by `with`, which also counts in a variable of the process: wrong if threads leave in another order.
     """
 
     supports_higher_order_operators = True
@@ -92,9 +90,9 @@ class Watcher(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: tuple[Listener, ...] = ()
-        self._noting: tuple[Listener, ...] = ()  # those that are told when an operation starts
+        self._noting: tuple[Listener, ...] = ()  # those that define `starts`
         self._is_below = False  # below autograd: inside an operation that takes functions
-        self._depth = 0  # the operations that this thread is in, during which torch takes this mode out of the stack
+        self._depth = 0  # how many operations this thread is in; torch takes the mode off the stack during each
 
     def _listen(self, *listeners: Listener) -> None:
         self.listeners = listeners
@@ -108,8 +106,8 @@ class Watcher(DispatchMode):
             _put_back(above)
 
     def remove(self, listener: Listener) -> None:
-        """Tell this one no more. If nobody else listens, this mode leaves; not inside an operation or a backward pass,
-        at whose end torch would put it back: then it leaves when this is called again."""
+        """Remove a listener, and pop this mode if it was the last. Inside an operation or a backward pass, which would
+        restore the mode at its end, the mode stays until this is called again."""
         if listener in self.listeners:
             self._listen(*(one for one in self.listeners if one is not listener))
         if self.listeners or not num_modes() or self._depth or graph_task() != -1 or self not in dispatch_modes():
@@ -124,15 +122,15 @@ class Watcher(DispatchMode):
         if types and any(map(is_wrapper, types)):
             for one in self.listeners:
                 one.wraps(args, kwargs)
-            return NotImplemented  # operations on the tensors inside it come here again
-        is_of_functions = not hasattr(func, "overloadpacket")  # a HigherOrder: asked so, as this is at every operation
+            return NotImplemented  # the operations on the inner tensors come here
+        is_of_functions = not hasattr(func, "overloadpacket")  # a HigherOrder: tested so because it runs often
         if not self.listeners or (not is_of_functions and types and any(map(is_fake, types))):
             return func(*args, **kwargs)
         self._depth += 1
         try:
             if is_of_functions:
                 return self._of_functions(func, args, kwargs)
-            if torch.is_inference_mode_enabled() or self._is_below:  # where compound operations come whole
+            if torch.is_inference_mode_enabled() or self._is_below:  # compound operations arrive whole
                 with self:
                     result = attention(*args, **kwargs) if func is ATTENTION else func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
@@ -147,7 +145,7 @@ class Watcher(DispatchMode):
             self._depth -= 1
 
     def _of_functions(self, func: HigherOrder, args: Any, kwargs: Any) -> Any:
-        """Such an operation is one for those who take it whole. The others are told of what it consists of."""
+        """Run an operation that takes functions: whole for listeners that take it so, else as its parts."""
         listeners, before = self.listeners, self._is_below
         whole = {one: one.starts(func, args, kwargs) for one in listeners if one.takes_whole(func, args)}
         if len(whole) == len(listeners):
@@ -173,12 +171,12 @@ def _put_back(modes: list[Any]) -> None:
 
 @cache
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of a class hold others, as DTensors do, and have no memory of their own."""
+    """Whether tensors of a class wrap others, as DTensors do, and have no memory of their own."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def is_fake(kind: type) -> bool:
-    """Whether tensors of a class have no data, and are there to work out shapes."""
+    """Whether tensors of a class have no data and only serve to work out shapes."""
     return kind.__name__ == "FakeTensor"
 
 
@@ -204,16 +202,16 @@ def listening(kind: type[Kind]) -> Kind | None:
 
 
 Begun = dict[Listener, Any]
-"""What each listener has noted as a collective began."""
+"""What each listener returned when a collective began."""
 
 
 def begins() -> Begun:
-    """Tell listeners that a collective begins which is waited for later."""
+    """Report to listeners the beginning of a collective that is waited for later."""
     return {one: one.begins() for one in watcher().listeners}
 
 
 def met(call: Any, x: Tensor, y: Tensor, begun: Begun | None = None) -> None:
-    """Tell listeners that the collective `call` has made y of x."""
+    """Report to listeners that the collective `call` has made y of x."""
     for one in watcher().listeners:
         one.met(call, x, y, begun.get(one) if begun else None)
 
@@ -222,7 +220,7 @@ _resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
 
 def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
-    """`torch.UntypedStorage.resize_`, by which FSDP frees whole parameters and makes them again. It is no operation."""
+    """`torch.UntypedStorage.resize_`, reported to listeners: FSDP frees and restores whole parameters with it."""
     result = _resize(storage, num_bytes)
     for one in watcher().listeners:
         one.resized(storage)

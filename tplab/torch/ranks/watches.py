@@ -1,4 +1,4 @@
-"""Watches: what threads that take turns wait for besides collectives, and how long it is worth waiting."""
+"""Watches: what threads that take turns wait for besides collectives, and how long a wait may last."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from weakref import WeakSet
 from tplab.torch.ranks.program import is_program
 
 OF_RANKS, OF_THREADS, OF_FILES, OF_OTHERS = 0.0, 0.5, 60.0, math.inf
-"""Who can bring about what a thread waits for, as seconds for which that may still happen where no thread that takes
-turns can go on: ranks cannot; a thread from outside of the run might; a lock on a file may be held by another program;
-pipes and other processes take their time."""
+"""What can end a wait, as the seconds for which it may still end when no thread that takes turns can go on: ranks
+cannot; a thread outside the run might; another program may hold a file lock; pipes and processes take their time."""
 
 
 class Watch(NamedTuple):
-    """is_there   whether what is waited for has arrived
-    until      when the thread goes on without it
+    """is_there   whether the thread's wait is over
+    until      when the thread goes on in any case
     patience   OF_RANKS, OF_THREADS, OF_FILES or OF_OTHERS
-    gives_up   whether it goes on only if no rank can: then, or as soon as nothing can bring it about"""
+    gives_up   whether it goes on at `until` only if no rank can, or as soon as nothing can end its wait"""
 
     is_there: Callable[[], bool]
     until: float
@@ -33,11 +32,11 @@ class Watch(NamedTuple):
 
 
 class Nap(NamedTuple):
-    """What is known about a thread that waits for some time, goes on without what it waits for, and waits again.
+    """A thread that waits for some time, goes on without what it waits for, and waits again.
 
-    at        where its program is, and with which values: if they stay the same, it does nothing but look
-    num       how many such waits there were before this one, since something has happened in the run
-    num_same  how many of those were at the same place with the same values, the first of them at `since`"""
+    at        the position of its program, and its values: if they repeat, the program does nothing but look
+    num       how many such waits came before this one since the run made progress
+    num_same  how many of those had the same `at`, the first of them at `since`"""
 
     at: Any
     num: int
@@ -46,7 +45,7 @@ class Nap(NamedTuple):
 
 
 class Waiting(Protocol):
-    """What watches need to know about a seat."""
+    """What watches need of a seat."""
 
     number: int
 
@@ -61,11 +60,11 @@ Seat = TypeVar("Seat", bound=Waiting)
 
 
 class Watches(Generic[Seat]):
-    """What each seat waits for. A seat that finds it is removed; `causes` says during which seat's turn it arrived.
+    """What each seat waits for. A seat whose wait ends is removed; `causes` has the seat whose turn it was then.
 
     by_seat     what they wait for
-    naps        those that have waited for some time since something has happened
-    outsiders   threads and processes that ranks have started and that take no turns: they may help while they live
+    naps        timed waits since the run last made progress
+    outsiders   threads and processes started by ranks that take no turns: while they live, they may end a wait
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class Watches(Generic[Seat]):
         at: Any = None,
         gives_up: bool = False,
     ) -> None:
-        """Watch for `seat`, and no longer than these seconds. `at` is where its program is, as in `Nap`."""
+        """Watch for `seat`, for at most these seconds. `at` is the position of its program, as in `Nap`."""
         now, until = time.perf_counter(), math.inf
         if seconds is not None and gives_up:
             until = now + seconds
@@ -100,7 +99,7 @@ class Watches(Generic[Seat]):
         self.by_seat[seat] = Watch(is_there, until, patience, gives_up)
 
     def met(self, by: Seat | None) -> list[Seat]:
-        """The seats that can go on; `by` has had the turn until now."""
+        """Remove and return the seats that can go on; `by` has had the turn until now."""
         found, now = [], time.perf_counter()
         for seat, watch in list(self.by_seat.items()):
             is_there = watch.is_there()
@@ -114,20 +113,20 @@ class Watches(Generic[Seat]):
         return found
 
     def let_go(self, home: Seat) -> list[Seat]:
-        """The seats of the threads of a rank, which need not wait any longer."""
+        """Remove and return the seats of a rank's threads, which need not wait any longer."""
         found = [seat for seat in self.by_seat if seat.home is home]
         for seat in found:
             del self.by_seat[seat]
         return found
 
     def goes_on(self) -> None:
-        """Something has happened that may help others."""
+        """Note progress that may help others."""
         self._stuck_since = math.inf
         self.naps.clear()
 
     def may_be_met(self, is_at_end: bool) -> bool:
-        """Whether one of them may still be met, though all that take turns are waiting. A moment passes. At the end of
-        the programs, only time and helpers other than threads count, and what a daemon waits for does not."""
+        """Whether a wait may still end although all threads that take turns are waiting; sleeps for a moment. At the
+        end of the programs, only time and helpers other than threads count, and waits of daemons do not."""
         for outsider in [*self.outsiders]:
             if not _is_alive(outsider):
                 self.outsiders.discard(outsider)
@@ -156,7 +155,7 @@ class Watches(Generic[Seat]):
         return True
 
     def give_up(self) -> bool:
-        """Let the first of those that would give up do so. Returns whether there is one."""
+        """Let the first seat that `gives_up` go on. Returns whether there is one."""
         found = [seat for seat, watch in self.by_seat.items() if watch.gives_up]
         if found:
             self._given_up.add(min(found, key=lambda seat: seat.number))
@@ -165,8 +164,8 @@ class Watches(Generic[Seat]):
 
 
 def at() -> tuple[Any, ...]:
-    """Where the running thread is, and with which values: a program that only looks whether something is there comes
-    back to the same place with the same values, except for the time."""
+    """The running thread's position and values: a program that only looks whether something is there comes back to the
+    same position with the same values, except for the time."""
     frame, found = sys._getframe(1), list[Any]()
     while frame is not None:
         values = frame.f_locals.values() if is_program(frame.f_code.co_filename) else ()
@@ -176,11 +175,11 @@ def at() -> tuple[Any, ...]:
 
 
 LONG = 30.0
-"""Seconds after which a run says where it is; it does so again after twice as many, and so on."""
+"""Seconds after which a run reports where it is; it reports again after twice as many, and so on."""
 
 
 def whereabouts(seconds: float, rank: int, frame: FrameType | None, turn: float) -> str:
-    """What a run says that has taken so many seconds: where the rank is that has the turn, since `turn` seconds."""
+    """The report of a run that has taken so many seconds: the place of the rank with the turn, for `turn` seconds."""
     while frame is not None and not is_program(frame.f_code.co_filename):
         frame = frame.f_back
     where = f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "running"
@@ -189,12 +188,12 @@ def whereabouts(seconds: float, rank: int, frame: FrameType | None, turn: float)
         return said
     return (
         f"{said}, and has had the turn for {turn:.0f} s. The others go on when it communicates, sleeps or ends; so if "
-        "it waits for one of them there, let it look in a loop with time.sleep"
+        "it waits for one of them there, let it poll in a loop with time.sleep"
     )
 
 
 def _gist(value: Any) -> Any:
-    """As much of a value as is quickly compared."""
+    """As much of a value as is quick to compare."""
     kind = type(value)
     if kind in (int, bool, str, bytes):
         return value
@@ -208,8 +207,7 @@ def _is_alive(outsider: Any) -> bool:
 
 _MOMENT = 5e-4  # s
 _OUTSIDE = 300.0
-"""Seconds in which a library's thread or a process may help. Some never end, such as a progress bar's thread."""
+"""Seconds in which a library's thread or a process may help. Some never end, such as the thread of a progress bar."""
 _MOST_LATE, _LOOKING, _COUNTING = 3, 10.0, 120.0
-"""A thread that sleeps and looks again, for ever, does not hide a deadlock: so many times, and for so many seconds if
-it does nothing but look, or if something in its program changes each time, such as a counter. One long sleep is none
-of these."""
+"""A thread that sleeps and looks again must not hide a deadlock forever. It may do so this many times, then for this
+many seconds if it only looks, or if something in its program changes each time, such as a counter."""

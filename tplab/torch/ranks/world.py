@@ -1,4 +1,4 @@
-"""What the simulated ranks of one run have in common."""
+"""What the simulated ranks of one run share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class World:
 
     is_timed           whether the ranks' own computing is timed
     values             what the trace keeps of messages and results
-    inherited          makes the context that a rank's thread needs
+    inherited          makes the context in which a rank's thread runs
     fuses_attention    whether its modelled clock is that of a chip that computes attention in one kernel
-    stream             the caller's stream on the GPU that the ranks share, on which they all begin; None elsewhere
+    stream             the caller's stream on the GPU that the ranks share, on which they all begin; None without a GPU
     """
 
     def __init__(self, job: Job, cluster: Cluster | None, is_timed: bool):
@@ -54,7 +54,7 @@ def inherited_state(device: torch.device | None = None) -> Callable[[], Abstract
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         with ExitStack() as stack:
-            # a GPU's backward pass would run in a thread that all ranks share, and the first to wait there stops all
+            # a GPU's backward pass would run in a thread that all ranks share, and the first to wait would stop all
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if inference:
                 stack.enter_context(torch.inference_mode())
@@ -65,7 +65,7 @@ def inherited_state(device: torch.device | None = None) -> Callable[[], Abstract
             for kind, dtype in autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
             if stream is not None:
-                stack.enter_context(torch.cuda.stream(stream))  # and its device becomes the current one
+                stack.enter_context(torch.cuda.stream(stream))  # this also makes its device the current one
             yield
 
     return state

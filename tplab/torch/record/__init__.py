@@ -5,7 +5,7 @@
     start("traces")          # before init_process_group; leave the rest of the script as it is
 
 or without changing the script: `torchrun --nproc-per-node 8 -m tplab.record train.py`. Each rank writes a file, and
-`python -m tplab.merge traces --html run.html` makes one trace of them.
+`python -m tplab.merge traces --html run.html` turns them into one trace.
 """
 
 from tplab.torch.record.group import Recording, start

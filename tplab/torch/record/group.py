@@ -1,4 +1,4 @@
-"""A recording: process groups whose calls go to the real groups, and are noted on the way."""
+"""A recording: process groups that pass their calls on to the real groups, and note them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tplab.torch.record.notes import Notes
 from tplab.trace.recorded.rank_file import ANY, FOLDER
 
 FEWEST = 2
-"""Ranks of a group whose calls are noted: a smaller one sends nothing."""
+"""The smallest group whose calls are noted; a smaller one sends nothing."""
 
 
 class _IsAnyGroup(type(dist.ProcessGroup)):
-    """For torch, which checks the type of groups: every process group passes."""
+    """Lets every process group pass the type checks of torch."""
 
     def __instancecheck__(cls, group: Any) -> bool:
         return isinstance(group, dist.ProcessGroup)
@@ -33,10 +33,10 @@ class _IsAnyGroup(type(dist.ProcessGroup)):
 
 
 class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
-    """A process group in place of torch's own, made with the same arguments.
+    """A process group that replaces torch's own, made with the same arguments.
 
-    real   the group that does everything. This group also has its backends, as torch asks them some things directly:
-           its C++ code calls the methods here through pybind's trampolines, as for any group written in Python
+    real   the group that does everything. This group also has its backends, because torch calls them directly for some
+           things. Its C++ code calls the methods here through pybind's trampolines, as for any group written in Python
     """
 
     notes: Notes
@@ -62,7 +62,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         group._id = cls.notes.id_of_new(real.group_name)
         return group
 
-    # --- what is said to both ------------------------------------------------------------------------------------
+    # --- passed on to both ---------------------------------------------------------------------------------------
 
     def _set_group_name(self, *args: Any) -> None:
         self.real._set_group_name(*args)
@@ -88,10 +88,10 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
         return type(self).around(self.real.merge_remote_group(*args, **kwargs))
 
-    # --- what is noted -------------------------------------------------------------------------------------------
+    # --- noted ---------------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: Any) -> None:
-        """All calls until `_end_coalescing` share one work."""
+        """Let all calls until `_end_coalescing` share one work."""
         self.real._start_coalescing(device)
         self._coalesced = []
 
@@ -115,7 +115,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         return self._answer(work, begun)
 
     def _answer(self, work: Any, begun: list[tuple[int, Heard]]) -> Any:
-        """What the program receives for what it has begun."""
+        """What the program receives for what it has started."""
         if begun and work is None:  # it has already been waited for
             self.notes.end(begun)
         return work if work is None or not begun else Watched(self.notes, begun, work, self._source)
@@ -125,7 +125,7 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         return ANY if self._listener is None else self._listener.place.group[position]
 
     def _listen(self) -> Listener | None:
-        """A listener, once torch has entered the group in its tables; None for a group that is too small."""
+        """A listener, once torch has entered the group in its tables; None if the group is too small."""
         ranks = group_tables().get(self)
         if not ranks or len(ranks) < FEWEST:
             return None
@@ -163,7 +163,7 @@ for _name in {name for name in _ASKED if not name.startswith("__")}:
 
 
 class Watched(c10d_C.Work):
-    """What the program waits for. The real work does everything, and also raises the errors."""
+    """The work that the program waits for. The real work does everything, and also raises the errors."""
 
     def __init__(self, notes: Notes, begun: list[tuple[int, Heard]], work: Any, rank_at: Callable[[int], int]):
         super().__init__()
@@ -177,7 +177,7 @@ class Watched(c10d_C.Work):
                 self._tells_its_end = True
 
     def _done(self, future: Any) -> None:
-        """Called when it is done, by the thread that did it."""
+        """Called when the work is done, in the thread that has done it."""
         with suppress(Exception):
             future.value()  # raises if it failed
             self._notes.end(self._begun)
@@ -209,7 +209,7 @@ class Watched(c10d_C.Work):
         return future
 
     def _note_source(self) -> None:
-        """Note which rank sent a message that was accepted from any rank."""
+        """Note the sender of a message that was accepted from any rank."""
         if self._begun[0][1].peer == ANY:
             with suppress(RuntimeError):
                 self._notes.came_from(self._begun[0][0], self._rank_at(self._work._source_rank()))
@@ -228,25 +228,25 @@ for _name in ("block_current_stream", "is_success", "exception", "source_rank", 
     setattr(Watched, _name, _as_it_is(_name))
 
 
-# --- from start until the process ends --------------------------------------------------------------------------------
+# --- from start to the end of the process -----------------------------------------------------------------------------
 
 
 def start(folder: str | Path = FOLDER) -> Recording:
     """From here on, write every collective and message of this process to `folder`, as rank0.jsonl and so on.
 
-    Call it before `init_process_group`, on every rank. What the program computes stays the same, to the bit, and so do
-    its errors. The files are written while the program runs, so a crash leaves what happened until then.
+    Call it before `init_process_group`, on every rank. The program's results stay the same, to the bit, as do its
+    errors. The files are written while the program runs, so after a crash they contain what happened until then.
     `python -m tplab.merge FOLDER` makes one trace of them; with several machines, copy the files into one folder first.
-    On simulated ranks it does nothing: they are recorded anyway. Raises RuntimeError if process groups or a recording
-    already exist.
+    On simulated ranks it does nothing, because they are always recorded. Raises RuntimeError if process groups or a
+    recording already exist.
     """
     if current_rank_or_none() is not None:
         return Recording(None)
     if issubclass(type(c10d.ProcessGroup), type(RecordedGroup)):
-        raise RuntimeError("this process is being recorded already; start once, at the top of the script")
+        raise RuntimeError("this process is already being recorded; start once, at the top of the script")
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is initialised already, and a recording has to begin before that: call "
+            "torch.distributed is already initialised, and a recording has to begin before that: call "
             "tplab.torch.record.start above init_process_group, or leave it out and run the script with "
             "torchrun -m tplab.record"
         )
@@ -254,19 +254,19 @@ def start(folder: str | Path = FOLDER) -> Recording:
 
 
 class Recording:
-    """The recording that `start` began. It ends with the process, or with `stop`."""
+    """A recording made by `start`. It ends with the process, or with `stop`."""
 
     def __init__(self, folder: Path | None):
         self._notes = None if folder is None else Notes(folder)
         self._real = c10d.ProcessGroup
         if self._notes is None:
             return
-        # torch makes its groups from the class of this name
+        # torch makes its groups from the class with this name
         c10d.ProcessGroup = type("ProcessGroup", (RecordedGroup,), {"notes": self._notes})  # type: ignore[misc]
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Write what is left. Existing groups go on, but nothing more is noted."""
+        """Write what is left. Existing groups keep working, but nothing more is noted."""
         if self._notes is not None:
             atexit.unregister(self.stop)
             c10d.ProcessGroup = self._real  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A listener: what a process group of torch.distributed was asked, in the words of a trace."""
+"""A listener: the calls of a torch.distributed process group, in the terms of a trace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Heard(NamedTuple):
     """A collective, or a message.
 
     peer       the other rank of a message, or ANY; None for a collective
-    is_async   whether the program goes on while it is in progress
-    gpu        the index of the GPU that does it; None on the CPU
+    is_async   whether the program continues while it is in progress
+    gpu        the index of the GPU that runs it; None on the CPU
     """
 
     op: str
@@ -35,7 +35,7 @@ class Heard(NamedTuple):
 
 
 class Listener(Asked):
-    """Hears what one rank asks of one group. Nothing is sent or written here."""
+    """Translates one rank's calls of one group. Nothing is sent or written here."""
 
     def __init__(self, rank: int, ranks: Sequence[int], name: str):
         super().__init__(rank, ranks, name, name)
@@ -43,7 +43,7 @@ class Listener(Asked):
         self._lock = Lock()
 
     def hear(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Heard]:
-        """What a call of this method of the group asks for: [] for a call that makes no sense and torch will refuse."""
+        """What a call of this method of the group asks for; [] for an invalid call, which torch will refuse."""
         with self._lock:
             self._heard = []
             try:
@@ -75,7 +75,7 @@ class Listener(Asked):
         self._heard.append(Heard(call.op, num_bytes, shape, dtype, call.reduction, None, 0, is_async, _gpu(pieces[0])))
 
     def _together(self, works: Sequence[Any], opts: Any) -> None:
-        """Nothing to do: each has been heard."""
+        """Do nothing: each one has been heard."""
 
 
 def _gpu(x: Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""The notes of one rank: what its process groups tell, as lines of its file."""
+"""The notes of one rank: the events of its process groups, as lines of its file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tplab.torch.record.listener import Heard
 from tplab.trace.recorded.rank_file import About, Later, Writer
 
 SECONDS_TO_END = 1.0
-"""So long the end of the process waits for collectives that the program has started and never waited for."""
+"""How long the end of the process waits for collectives that the program has started and never waited for."""
 
 Begun = Sequence[tuple[int, Heard]]
 """Operations, each with its number in this rank's file."""
 
 
 class Notes:
-    """The notes of one process. Its file begins when it has joined the others."""
+    """The notes of one process. Its file begins when the process has joined the others."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -40,13 +40,13 @@ class Notes:
         self._names: Counter[tuple[int, str]] = Counter()
         self._open: set[int] = set()  # begun, but not ended
         self._going: set[int] = set()  # those of them that end by themselves
-        self._in_backward: dict[int, list[tuple[Begun, Any]]] = {}  # backward pass -> what it has begun, and its future
-        self._ends: dict[int, float] = {}  # of what was begun in a backward pass
+        self._in_backward: dict[int, list[tuple[Begun, Any]]] = {}  # backward pass -> what it began, and its future
+        self._ends: dict[int, float] = {}  # of what was started in a backward pass
         self._writer: Writer | None = None
         self._gpus: dict[int, GpuClock] = {}
 
     def close(self) -> None:
-        """Write what is left. Nothing is noted after that."""
+        """Write what is left. Nothing is noted afterwards."""
         deadline = time.monotonic() + SECONDS_TO_END
         while self._going and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -54,10 +54,10 @@ class Notes:
         if writer is not None:
             writer.close(time.perf_counter(), deadline - time.monotonic())
 
-    # --- what a group tells ----------------------------------------------------------------------------------------
+    # --- events of a group -----------------------------------------------------------------------------------------
 
     def joined(self, store: Any, rank: int, size: int, is_world: bool) -> None:
-        """A group was made. The first one has all ranks, also after `destroy_process_group()`."""
+        """Note a new group. The first one has all ranks, also after `destroy_process_group()`."""
         self._num_worlds += is_world
         if self._writer is None:
             title = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
@@ -67,7 +67,7 @@ class Notes:
     def id_of_new(self, name: str) -> str:
         """A new group's name in the file: the same on all of its ranks, and different from every other group's.
 
-        torch reuses names. After `destroy_process_group()` it counts from 0, and a group that is made with
+        torch reuses names. After `destroy_process_group()` it counts from 0 again, and a group that is made with
         use_local_synchronization=True is named after its ranks.
         """
         self._names[self._num_worlds, name] += 1
@@ -101,14 +101,14 @@ class Notes:
         return number
 
     def drop(self, begun: Begun) -> None:
-        """These were refused."""
+        """Drop operations that were refused."""
         for number, _ in begun:
             self._open.discard(number)
             self._going.discard(number)
             self._note("drop", number)
 
     def end(self, begun: Begun, at: float | Later | None = None) -> None:
-        """These are done. The first note of it counts."""
+        """Note that operations are done. Only the first note counts."""
         at = self.now(begun[0][1].gpu) if at is None else at
         for number, _ in begun:
             if number in self._open:
@@ -119,7 +119,7 @@ class Notes:
                 self._note("end", number, at)
 
     def waited(self, begun: Begun, start: float | Later) -> None:
-        """The rank waited from `start` until now, and these are done."""
+        """Note that the rank waited from `start` until now, and that these operations are done."""
         now = self.now(begun[0][1].gpu)
         self._note("wait", begun[-1][0], start, now, self._lines.here())
         self.end(begun, now)
@@ -128,7 +128,7 @@ class Notes:
         self._note("from", number, rank)
 
     def now(self, gpu: int | None = None) -> float | Later:
-        """The time now; for a GPU's work, the time when the GPU gets here."""
+        """The current time; for a GPU's work, the time when the GPU gets here."""
         if gpu is None:
             return time.perf_counter()
         if gpu not in self._gpus:
@@ -138,11 +138,11 @@ class Notes:
     # --- backward passes -------------------------------------------------------------------------------------------
 
     def watch_backward(self, begun: Begun, future: Any) -> None:
-        """torch's C++ code will wait for these at the end of the backward pass, where Python does not see it.
+        """Follow operations that torch's C++ code will wait for at the end of the backward pass, unseen by Python.
 
-        A callback queued now is called just before that wait, and one queued by that callback after it. If all are done
-        by then, the rank has waited until the last of them was. A future wakes its waiters before it calls back: what
-        is done without having said so ends now.
+        A callback queued now is called just before that wait, and one queued by that callback after it. If all
+        operations are done by then, the rank has waited until the last of them was. A future wakes its waiters before
+        it calls back: an operation that is done without having called back ends now.
         """
         task = graph_task()
         self._ends.update((number, 0.0) for number, _ in begun)
@@ -176,7 +176,7 @@ class Notes:
 
 
 class _Lines(Lines):
-    """Lines of the program. Autograd's threads for GPUs run none of them: there it is the line that waits for them."""
+    """Lines of the program. Autograd's GPU threads run none; for them it is the line that waits for them."""
 
     def frame(self) -> FrameType:
         if threading.current_thread() is threading.main_thread():
@@ -190,33 +190,33 @@ class _Lines(Lines):
 
 
 def _run_of(store: Any) -> str:
-    """A name for this run, the same on all ranks: the first to arrive chooses it."""
+    """A name for this run, the same on all ranks: the first rank to arrive chooses it."""
     try:
         return store.compare_set("tplab/record", "", uuid.uuid4().hex).decode()
-    except Exception:  # a store that cannot do it: then use torchrun's own name, if it has one
+    except Exception:  # a store that cannot do it: then use torchrun's own name, if any
         return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _machine() -> str:
-    """What ranks share if they read the same clock: one boot of one machine."""
+    """An identifier of the clock that ranks share: one boot of one machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return f"{platform.node()} {uuid.getnode()}"
 
 
-# --- the clock of a GPU's work, which runs behind the program ---------------------------------------------------------
+# --- the clock of a GPU, which runs behind the program ----------------------------------------------------------------
 
 
 COMPARE_EVERY = 10.0
-"""Seconds between two comparisons with the machine's clock: events tell of a span in milliseconds of 24 bits."""
+"""Seconds between two comparisons with the machine's clock: events measure spans in milliseconds of 24 bits."""
 
 
 class GpuClock:
     """Times on the current stream of one GPU, in seconds of the machine's clock.
 
-    An event is put into the stream where the time is asked for, and read when the GPU has reached it. Now and then we
-    wait for an event on a separate stream that has nothing else to do: at that moment both clocks show the same.
+    An event is put into the stream when the time is asked for, and read when the GPU has reached it. From time to time
+    we wait for an event on a separate stream that has no other work: at that moment both clocks show the same.
     """
 
     def __init__(self, gpu: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a rank's stages and optimizer: what it writes, and what it reads of a checkpoint from any mesh."""
+"""Checkpoints of a rank's stages and optimizer: the part that it writes, and what it reads, from any mesh."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def save(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
 
 @torch.no_grad()
 def load(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig) -> None:
-    """Load into this rank's stages and optimizer what was saved after `step` steps, on any mesh; `beginning` has
-    compared it with its checksums."""
+    """Load into this rank's stages and optimizer a checkpoint after `step` steps, from any mesh. `beginning` has
+    already compared it with its checksums."""
     wanted = {piece.name for piece in optimizer.pieces}
     names = [f"{kind}.{name}" for name in wanted for kind in ("model", *STATES)]
     arrays = checkpoint.load(folder, step, names, is_checked=True)

@@ -1,4 +1,4 @@
-"""The parameters of a GPT, by the names of the whole model, on a rank that holds some of its stages."""
+"""The parameters of a GPT, by their names in the whole model, on a rank that holds some of its stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tplab.torch.ranks.rank import this_rank
 
 
 def held_of(stages: Stages, config: GPTConfig) -> dict[str, list[nn.Parameter]]:
-    """What stages of gpt_layers(config) hold: name in the state of a GPT -> parameters. Where one rank has both the
-    first and the last layer, there are two for the embedding."""
+    """The parameters in stages of gpt_layers(config), by their names in the state of a GPT. A rank with both the first
+    and the last layer has two for the embedding."""
     found: dict[str, list[nn.Parameter]] = {}
     for layer, name, parameter in stages.by_layer():
         found.setdefault(gpt_layer_name(config, layer, name), []).append(parameter)
@@ -28,7 +28,7 @@ def held_of(stages: Stages, config: GPTConfig) -> dict[str, list[nn.Parameter]]:
 
 @torch.no_grad()
 def load_whole(stages: Stages, config: GPTConfig, state: Mapping[str, Any], axis: Axis = "tp") -> None:
-    """Load into the stages of this rank their piece of the state of a whole GPT."""
+    """Load into this rank's stages their piece of the state of a whole GPT."""
     specs = gpt_specs(config, axis)
     for name, parameters in held_of(stages, config).items():
         for parameter in parameters:
@@ -36,7 +36,7 @@ def load_whole(stages: Stages, config: GPTConfig, state: Mapping[str, Any], axis
 
 
 def whole_of(stages: Stages, config: GPTConfig, is_cut: bool) -> dict[str, Tensor]:
-    """The parameters of this rank's stages by name, each as this rank's whole tensor-parallel piece.
+    """The parameters of this rank's stages by name, each as the rank's whole tensor-parallel piece.
 
     is_cut   whether `shard_parameters` has cut them: then all ranks must call this, to gather them
     """

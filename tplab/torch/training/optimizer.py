@@ -1,4 +1,4 @@
-"""AdamW over a rank's stages of a GPT, divided over the ranks that have copies as ZeRO says; and clipping."""
+"""AdamW over a rank's stages of a GPT, sharded by ZeRO over the ranks that have copies; and clipping."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tplab.training.recipe import Recipe, data_axes
 
 
 class Piece(NamedTuple):
-    """What the optimizer steps: a parameter, or with ZeRO this rank's numbers of it.
+    """What the optimizer steps: a parameter, or with ZeRO this rank's elements of it.
 
     name         its name in the state of the whole GPT
     is_counted   whether it is counted here: not if it is tied to another one, or a second rank's copy
-    whole        the parameter; None where no rank has it whole
-    own          what is stepped: the parameter itself, or some of its numbers [n]
-    held         which numbers, in row-major order
+    whole        the parameter; None if no rank has it whole
+    own          what is stepped: the parameter itself, or some of its elements [n]
+    held         the indices of those elements, in row-major order
     """
 
     name: str
@@ -43,10 +43,10 @@ class Piece(NamedTuple):
 
 
 class Optimizer:
-    """AdamW as a recipe says. Gradients are sent during the last backward pass of a stage, or with ZeRO 2 of a part.
+    """AdamW as a recipe says. Gradients are sent during the last backward pass of a stage, with ZeRO 2 of each part.
 
-    cut_along   the axes along which each rank has a part of the states, as ("dp",) or ("dp", "cp"), or none. Experts,
-                whose specs name "ep", have copies along the others alone
+    cut_along   the axes along which each rank has a part of the states, such as ("dp",) or ("dp", "cp"), or none.
+                Experts, whose specs name "ep", have copies only along the others
     """
 
     def __init__(self, stages: Stages, config: GPTConfig, recipe: Recipe):
@@ -56,11 +56,11 @@ class Optimizer:
         parameters, copies = _as_they_leave(stages), copies_of(stages, data, are_averaged=False)
         biases = {parameter for _, name, parameter in stages.by_layer() if name.endswith(ROUTER_BIAS)}
         found: dict[tuple[Axis, bool], list[nn.Parameter]] = {}
-        for parameter in sorted(parameters, key=lambda p: copies(p) == data):  # experts first: they have no ties
+        for parameter in sorted(parameters, key=lambda p: copies(p) == data):  # experts first: none of them is tied
             found.setdefault((copies(parameter), parameter in biases), []).append(parameter)
         groups = [{"params": group, "axis": axis} | (_by_sign(config) if is_bias else {})
                   for (axis, is_bias), group in found.items()]  # fmt: skip
-        if recipe.zero in (1, 2):  # they differ in how many backward passes are a last one: `Recipe.num_parts`
+        if recipe.zero in (1, 2):  # they differ in the number of last backward passes: `Recipe.num_parts`
             self.inner = shard_gradients(adamw, groups, data, bucket_bytes=recipe.bucket_bytes)
         else:
             self.inner = adamw(groups)
@@ -79,7 +79,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
-        """Clip the gradients and update the parameters. Returns the norm that the gradients had."""
+        """Clip the gradients and update the parameters. Returns the norm before clipping."""
         for group in self.inner.param_groups:
             group["lr"] = group.get("own_rate", rate)
         if isinstance(self.inner, ShardedOptimizer):
@@ -95,7 +95,7 @@ class Optimizer:
         return float(norm)
 
     def states(self, piece: Piece) -> dict[str, Tensor]:
-        """What AdamW keeps for a piece; zeros before its first step."""
+        """AdamW's state of a piece; zeros before its first step."""
         state = self.inner.state[piece.own]
         if not state:
             zeros = torch.zeros_like(piece.own.detach())
@@ -130,15 +130,15 @@ class Optimizer:
 
 
 def _by_sign(config: GPTConfig) -> dict[str, Any]:
-    """Options of a group of routers' biases: AdamW without memory or decay takes off rate * g / (|g| + eps), and g is a
-    whole number."""
+    """Options of a group of router biases: AdamW without momentum or decay subtracts rate * g / (|g| + eps), where g is
+    a whole number."""
     assert config.experts is not None
     return {"own_rate": config.experts.bias_rate, "betas": (0.0, 0.0), "weight_decay": 0.0, "eps": 1e-12}
 
 
 def _as_they_leave(stages: Stages) -> list[nn.Parameter]:
-    """The parameters, in an order such that buckets, filled from the last to the first, send those with copies last:
-    their gradients wait for other ranks' at the end of the batch."""
+    """The parameters, ordered so that buckets, filled from the last to the first, send copied parameters last: their
+    gradients wait for those of other ranks at the end of the batch."""
     tied = {place for tie in stages.tied for place in tie}
     found: dict[nn.Parameter, bool] = {}
     for stage, module in stages.items():

@@ -1,4 +1,4 @@
-"""Training a GPT over data, pipeline, context and tensor parallelism at once: a loop to read and to take from."""
+"""Training a GPT over data, pipeline, context and tensor parallelism at once: a loop to read and to copy from."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def train(
 
     mesh      any sizes of these axes, in any order; one that is left out has one rank
     recipe    everything else: steps, batch, learning rate, schedule, ZeRO ...
-    folder    where checkpoints go: training can go on from them on any other mesh, in either framework
-    resume    go on from the newest checkpoint in the folder: bit for bit as if there had been no break. If there is
+    folder    where checkpoints go: training can resume from them on any other mesh, in either framework
+    resume    continue from the newest checkpoint in the folder: bit for bit as if there had been no break. If there is
               none, training begins at step 0, and says so
     show      called after every step: a `LossCurve` draws while it trains. None: a line is printed now and then
     on        where ranks run, as for `run`: simulated, on processes, or as torchrun has started them. On processes
               everything is shown at the end
-    seed      the seed of the first weights, the batches and dropout
+    seed      the seed of the initial weights, the batches and dropout
     device    where ranks compute, as for `run`: "cuda" for simulated ranks that share one GPU. Under torchrun each rank
               has a GPU of its own, if there are enough
 
@@ -68,12 +68,12 @@ def train(
     Raises ValueError for a checkpoint of another model, and for ZeRO stages that do not work with pipelines; ShapeError
     for heads, features, experts or tokens that ranks cannot share equally;
     FileExistsError for an existing checkpoint without `resume`; CheckpointError for one that is damaged.
-    Ctrl-C on simulated ranks: the current step is finished, and what was trained until then is returned. Elsewhere only
-    the newest checkpoint is kept.
+    Ctrl-C on simulated ranks finishes the current step and returns what has been trained. Elsewhere only the newest
+    checkpoint remains.
     """
     recipe, mesh = recipe or Recipe(), with_all_axes(mesh, config)
     recipe.check_mesh(mesh, config)
-    recipe.tokens_on(mesh, config.context)  # an error here is easier to read than one of a rank
+    recipe.tokens_on(mesh, config.context)  # an error is easier to read here than on a rank
     first = beginning(folder, resume, config)
     show = PlainLine() if show is None else show
     live = None if on == "processes" else show
@@ -100,7 +100,7 @@ def _train(
     stop: Stop | None,
     device: torch.device,
 ) -> tuple[list[Progress], dict[str, np.ndarray]]:
-    """The program of one rank. Returns what happened in each step, and what the rank holds of the model at the end."""
+    """The program of one rank. Returns the progress of each step, and the rank's part of the model at the end."""
     rank, done, clock = this_rank(), [], Clock(first, recipe.steps)
     data = data_axes(rank.mesh)
     layers = gpt_layers(
@@ -143,8 +143,8 @@ def _train(
 def _run_batch(
     stages: Stages, batch: tuple[np.ndarray, np.ndarray], step: int, config: GPTConfig, recipe: Recipe
 ) -> float:
-    """Forward and backward: the mean loss over all tokens of the batch, with the experts' balance losses. The
-    optimizer's hooks handle the gradients."""
+    """Run forward and backward. Returns the mean loss over all tokens of the batch, with the experts' balance losses.
+    The optimizer's hooks handle the gradients."""
     num_parts = recipe.num_parts
 
     def loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _run_batch(
     }
     total = 0.0
     for first in range(0, recipe.microbatches, size):
-        rank.draws["batches"] = step  # what dropout draws depends on it: the same after a break, and in every part
+        rank.draws["batches"] = step  # seeds dropout: the same after a break, and in every part
         total += float(train_batch(schedule, stages, pairs[first : first + size], loss, first=first, **how))
     return total
 
@@ -188,8 +188,8 @@ def _evaluate(stages: Stages, text: Text, config: GPTConfig, recipe: Recipe) -> 
 def _pairs(
     stages: Stages, batch: tuple[np.ndarray, np.ndarray], config: GPTConfig, recipe: Recipe
 ) -> list[tuple[Tensor, Tensor]]:
-    """The microbatches of this rank's tokens, on the device of the stages. Context-parallel ranks have equally many and
-    all have targets, so the mean of their losses is that of all tokens."""
+    """The microbatches of this rank's tokens, on the device of the stages. Context-parallel ranks have the same number
+    of tokens, all with targets, so the mean of their losses is the mean over all tokens."""
     device, mesh = stages.parameters()[0].device, this_rank().mesh
     axis = context_axis(mesh)
     held = recipe.tokens_on(mesh, config.context).positions[0 if axis is None else axis_index(axis)]
@@ -203,7 +203,7 @@ def _share() -> dict[str, int]:
 
 
 def _whole(held: list[dict[str, np.ndarray]], config: GPTConfig, mesh: Mesh) -> dict[str, Any]:
-    """The state of the whole GPT, from what each rank holds of it."""
+    """The state of the whole GPT, from the parts that ranks hold."""
     axes = ("tp",) if config.experts is None else ("ep", "tp")
     cut = Mesh(**{name: mesh.axis_size(name) for name in axes})
     states: list[dict[str, np.ndarray]] = [{} for _ in cut.ranks]

@@ -1,1 +1,1 @@
-"""Those who watch a rank's program: the bytes of its tensors, their kinds, and their types along each axis."""
+"""Listeners on a rank's program: the bytes of its tensors, their kinds, and their types along each axis."""

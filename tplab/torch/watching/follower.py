@@ -1,4 +1,4 @@
-"""What each rank's operations make, written down while they run, so that they can be typed when all ranks are done."""
+"""Logs what each rank's operations make, so that all values can be typed once the ranks are done."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tplab.torch.ranks.watcher import Listener, is_fake, is_wrapper, watcher
 from tplab.torch.watching.steps import Operands, operands_of, steps_of
 
 Key = tuple[Any, ...]
-"""What tells a value from all others of a rank, and is the same for that of another rank."""
+"""Identifies a value among all values of a rank, and its counterparts on other ranks."""
 
 
 class Gradient(NamedTuple):
-    """A parameter and its gradient, at a line where an optimizer takes it; not `is_used`: it is there at the end."""
+    """A parameter and its gradient, at the line of an optimizer's step, or (not `is_used`) as left at the end."""
 
     name: str
     parameter: int
@@ -43,10 +43,10 @@ class Log:
     """What one rank has done.
 
     steps       in order; their values have numbers
-    keys        of each value; digests: of its numbers, by key
-    others      statements that assign something else than a tensor
+    keys        of each value; digests: of its data, by key
+    others      statements that assign something other than a tensor
     arguments, results   (name, value)
-    gradients   those that an optimizer was given, and those that are left at the end
+    gradients   those that an optimizer was given, and those left at the end
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,14 @@ class Log:
 
 
 def digest_of(x: Tensor) -> int | None:
-    """A number that is the same for tensors with the same bits, and hardly ever for others."""
+    """A number that is the same for tensors with the same bits, and almost never for others; None if `x` has no
+    data."""
     if x.device.type == "meta" or x.layout is not torch.strided:
         return None
     if is_wrapper(type(x)) or (x.numel() and not x.untyped_storage().nbytes()):
-        return None  # it has no memory, or has given it back, as FSDP does with gathered weights
+        return None  # it has no memory, or has freed it, as FSDP does with gathered weights
     plain = x.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
-    # a copy, as memory that NumPy has seen cannot be resized, which FSDP does
+    # a copy, because memory that NumPy refers to cannot be resized, which FSDP does
     return zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data) if plain.numel() else 0
 
 
@@ -89,10 +90,10 @@ def named(fn: Callable[..., Any], args: Sequence[Any]) -> list[tuple[str, Tensor
 
 
 class Follower(Listener):
-    """Writes down in `heard` what a rank's program does, from its arguments to its end.
+    """Logs in `heard` what a rank's program does, from its arguments to its end.
 
-    A value is a view of some memory: as autograd makes new tensors of what it has saved, memory and shape tell what a
-    tensor is. What is written to anew is another value from then on.
+    A value is a view of some memory: autograd makes new tensors of what it has saved, so memory and shape identify a
+    tensor. A write makes a new value.
     """
 
     def __init__(self, rank: Rank, fn: Callable[..., Any], args: Sequence[Any]):
@@ -130,7 +131,7 @@ class Follower(Listener):
             hook.remove()
         self._numbers, self._parameters, self._lines = Storages(), {}, {}
 
-    # --- what comes and goes -------------------------------------------------------------------------------------
+    # --- listening ---------------------------------------------------------------------------------------------------
 
     def ends_with(self, result: Any) -> None:
         with no_dispatch():
@@ -144,7 +145,7 @@ class Follower(Listener):
             self._names[id(x)] = weakref.ref(x), f"{type(module).__name__}.{name}"
 
     def _name_of(self, x: Tensor) -> str:
-        """What the program calls a parameter: "LayerNorm.weight [8]"."""
+        """The program's name of a parameter: "LayerNorm.weight [8]"."""
         known, name = self._names.get(id(x), (None, ""))
         return f"{name if known is not None and known() is x else 'a parameter'} {list(x.shape)}"
 
@@ -153,7 +154,7 @@ class Follower(Listener):
             self._parameters[id(x)] = name, x, number
 
     def _steps(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """An optimizer takes the gradients. What it computes of them is not looked at."""
+        """Note the gradients as an optimizer's step begins. What the step computes from them is not followed."""
         if this_rank() is not self._rank:
             return
         if optimizer is not None:
@@ -166,7 +167,7 @@ class Follower(Listener):
         self._is_paused = optimizer is not None
 
     def _gradients(self, stack: tuple[Frame, ...]) -> None:
-        """Note each parameter's gradient, where no line says more than where it was made."""
+        """Note each parameter's gradient, with the line that made it if `stack` is empty."""
         made = {step.output: step.stack for step in self.heard.steps}
         done = {(one.name, one.gradient) for one in self.heard.gradients}
         for name, x, number in self._parameters.values():
@@ -192,35 +193,35 @@ class Follower(Listener):
 
     def ended(self, func: Any, args: Any, kwargs: Any, result: Any, note: tuple[Operands, list[int]] | None) -> None:
         if note is None or any(is_fake(type(x)) for x in tensors_in(result)):
-            return  # or DTensor asks what shape a result would have
+            return  # or DTensor works out the shape of a result
         (operands, numbers), stack = note, self._stack()
-        for place, x in reversed([*enumerate(tensors_in(result))]):  # a norm's statistics before what it is for
+        for place, x in reversed([*enumerate(tensors_in(result))]):  # a norm's statistics before its result
             if not is_wrapper(type(x)):
                 steps = steps_of(func, args, kwargs, operands, x, place)
                 self._take(steps, numbers, x, stack, traits_of(func).writes)
 
     def met(self, call: Call, x: Tensor, y: Tensor, note: Any) -> None:
-        """Write down a collective, which has made y of x."""
+        """Log a collective that has made y of x."""
         (dim, to), axes = call.dims, self._axes(call.place.group)
         if call.row.takes == "root" and "dim" not in call.about:
             dim = None  # a list of tensors, which need not be pieces of one
         self._cast(call.op, x, y, reduction=call.reduction, axes=axes, dim=dim, to=to)
 
     def cast(self, op: str, group: Sequence[int], x: Tensor, y: Tensor, **about: Any) -> None:
-        """Write down that y was made of x by a cast between the ranks of `group`."""
+        """Log that a cast between the ranks of `group` has made y of x."""
         self._cast(op, x, y, axes=self._axes(group), **about)
 
     def began(self, exchange: Any) -> None:
-        """Note the line at which something invariant was made, for when its gradient comes."""
+        """Note the line that made something invariant, for its gradient."""
         self._began[id(exchange)] = self._stack()
 
     def gradient(self, exchange: Any, group: Sequence[int], dy: Tensor) -> None:
-        """Write down the gradient that comes back to something invariant."""
+        """Log the gradient that comes back to something invariant."""
         self._cast("gradient", dy, dy, axes=self._axes(group), stack=self._began.get(id(exchange), self._stack()))
 
     def carried(self, x: Tensor, y: Tensor) -> None:
-        """y, which the program holds, has the contents of x from here on. A rank that sends may carry nothing, so this
-        is not counted among the copies that all ranks make."""
+        """Note that y, which the program holds, now has the contents of x. A sending rank may have nothing like it, so
+        this is not counted among the copies that all ranks make."""
         with no_dispatch():
             known = self._numbers.get(y.untyped_storage()) or {}
             was = self.heard.keys.get(known.get(_place_of(y), -1), ())
@@ -238,7 +239,7 @@ class Follower(Listener):
     def _take(
         self, steps: list[Step], numbers: list[int], x: Tensor, stack: Any, writes: bool, key: Key | None = None
     ) -> None:
-        """Write down steps, of which each takes what the one before it has made, and the last makes x."""
+        """Log steps, each of which takes the result of the one before; the last one makes x."""
         before: tuple[int, ...] = ()
         shape: tuple[tuple[int, ...], ...] = ()
         for step in steps:
@@ -258,7 +259,7 @@ class Follower(Listener):
     # --- values --------------------------------------------------------------------------------------------------
 
     def _new(self, x: Tensor, key: Key, step: Step | None = None, writes: bool = False) -> int:
-        """The number of a new value, which x holds, and which a step has made."""
+        """The number of a new value, held by x and made by `step`."""
         self._num += 1
         number = self._num
         if step is not None:
@@ -278,7 +279,8 @@ class Follower(Listener):
         return number
 
     def _written(self, known: dict[Any, int], place: Any, x: Tensor, number: int) -> None:
-        """Other views of the same memory have changed with x: they are copies of it, or hold it and something else."""
+        """Update other views of memory that was written to through x: they are copies of x, or hold x and something
+        else."""
         is_whole = x.numel() * x.element_size() == x.untyped_storage().nbytes()
         for other, old in [*known.items()]:
             if other == place:
@@ -299,11 +301,11 @@ class Follower(Listener):
             self.heard.shapes[self._num], known[other] = shape, self._num
 
     def _number(self, x: Tensor, key: Key | None = None) -> int:
-        """The number of the value that a tensor holds. One that nobody has seen is new."""
+        """The number of the value that a tensor holds; a new one if the value has not been seen."""
         known = self._numbers.get(x.untyped_storage())
         if known is not None and (found := known.get(_place_of(x))) is not None:
             return found
-        if known:  # a view that autograd has made of what it had saved
+        if known:  # a view that autograd has made of a saved tensor
             for place, number in known.items():
                 if place[0] == x.storage_offset() and np.prod(place[1]) == x.numel():
                     step = Step("view", "reshape", (0,), shapes=(self.heard.shapes[number],), shape=tuple(x.shape))
@@ -321,7 +323,7 @@ class Follower(Listener):
         return tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and set(mesh.group(here, n)) <= set(group))
 
     def _stack(self) -> tuple[Frame, ...]:
-        """The lines of the program that are running, the innermost first."""
+        """The running lines of the program, innermost first."""
         frame, found = self._rank.lines.frame(), dict[FrameType, Frame]()
         while frame is not None:
             if self._rank.lines.is_program(frame):

@@ -1,4 +1,4 @@
-"""The most memory that tensors take at any moment of a program, counted tensor by tensor, on any device."""
+"""The peak memory of tensors in a program, counted tensor by tensor, on any device."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class LiveBytes(Listener):
     lap     the same since `lap` was last set, to start again in between
     now()   the bytes at this moment
 
-    Each piece of memory counts once, including what collectives bring; views of older tensors do not count. Gradients
-    count, and so does what a backward pass has not freed yet, and `torch.tensor([...])`, but not `torch.from_numpy`,
-    whose memory is NumPy's. It does not see what an operation uses internally while it runs, and torch's "meta" device,
-    which has no memory, does not count. Inside a rank's program it only sees this rank's tensors. Measuring takes time.
+    Each piece of memory counts once, including the results of collectives; views of older tensors do not count.
+    Gradients count, as does what a backward pass has not freed yet, and `torch.tensor([...])`, but not
+    `torch.from_numpy`, whose memory is NumPy's. Memory that an operation uses internally is not seen, and tensors on
+    the "meta" device have none. Inside a rank's program only this rank's tensors count. Measuring takes time.
     """
 
     follows_threads = True
@@ -41,7 +41,7 @@ class LiveBytes(Listener):
     def __init__(self) -> None:
         self.peak = self.lap = 0
         self._now = 0
-        self._storages: Storages[int] = Storages()  # the bytes of each; _BEFORE for what existed before
+        self._storages: Storages[int] = Storages()  # the bytes of each; _BEFORE if it existed before
 
     def now(self) -> int:
         for num_bytes in self._storages.gone():
@@ -58,7 +58,7 @@ class LiveBytes(Listener):
     def starts(self, func: Any, args: Any, kwargs: Any) -> None:
         if not _may_make_memory(func):
             return
-        is_new = func is torch.ops.aten.lift_fresh.default  # from torch.tensor: an operation on what it has just made
+        is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor calls it on what it has just made
         for storage in _storages((args, [*kwargs.values()])):
             if self._storages.get(storage) is None and not (is_new and storage.resizable()):
                 self._storages.add(storage, _BEFORE)
@@ -83,7 +83,7 @@ class LiveBytes(Listener):
 
     def _measure(self, storage: torch.UntypedStorage) -> None:
         size, known = storage.nbytes(), self._storages.get(storage)
-        num_bytes = size if type(size) is int else 0  # a symbol, of a tensor that is only traced
+        num_bytes = size if type(size) is int else 0  # symbolic if a tensor is only traced
         if known is None:
             self._storages.add(storage, num_bytes)
         elif known not in (num_bytes, _BEFORE):
@@ -99,8 +99,8 @@ class LiveBytes(Listener):
 
 @cache
 def _may_make_memory(func: Any) -> bool:
-    """Whether an operation may return memory that none of its arguments has, or give memory another size. Most return
-    views, write in place, or return no tensors, and nothing is counted then."""
+    """Whether an operation may return new memory, or resize memory. Most operations return views, write in place or
+    return no tensors, and are not counted."""
     if isinstance(func, HigherOrder):
         return True
     schema = func._schema
@@ -111,4 +111,4 @@ def _may_make_memory(func: Any) -> bool:
 def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
     for x in tensors_in(tensors):
         if x.layout is torch.strided and (storage := x.untyped_storage()).device.type != "meta":
-            yield storage  # not of sparse tensors, which hold others, nor of fake ones
+            yield storage  # not of sparse tensors, which consist of others, nor of fake ones

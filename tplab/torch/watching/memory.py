@@ -1,4 +1,4 @@
-"""The memory of one rank by kind: what each of its tensors is, followed from operation to operation."""
+"""One rank's memory by kind: what each of its tensors is, followed from operation to operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tplab.trace.memory import KINDS, Ledger, Memory, RankMemory
 
 
 def count_as(kind: str, tensors: Any) -> None:
-    """Say what kind of memory these tensors are, in a run that counts memory by kind; elsewhere this does nothing.
+    """Set the kind of memory of these tensors, in a run that counts memory by kind; elsewhere this does nothing.
 
         w = torch.zeros(D, F, requires_grad=True)
         count_as("parameters", w)                  # it is not an nn.Parameter
@@ -42,7 +42,7 @@ def count_as(kind: str, tensors: Any) -> None:
 
 
 def hold(x: Tensor) -> object:
-    """A token: as long as it is kept, `x` counts as saved for a backward pass. For code that saves tensors itself."""
+    """A token: while it exists, `x` counts as saved for a backward pass. For code that saves tensors itself."""
     kinds = listening(KindsOfMemory)
     return None if kinds is None else kinds.hold(x)
 
@@ -57,32 +57,31 @@ def memory_of(
     cluster: Cluster | None,
     in_steps: bool,
 ) -> Memory:
-    """The memory of all ranks, each as `KindsOfMemory` has heard of it; `times` has the times of its moments."""
+    """The memory of all ranks, as `KindsOfMemory` has followed it; `times` maps its moments to times."""
     held = [one.at_times(times(one.times)) for one in held]
     if any(one.leaves_out for one in held) and not any(one.peak for one in held):
-        text = "count_memory counts 0 B, for tensors on the device meta have no memory; give device='meta' to count"
+        text = "count_memory counts 0 B, because tensors on the device meta have no memory; give device='meta' to count"
         warn(f"{text} what real ones would take", stacklevel=3)
     name = None if cluster is None else f"{cluster.name}, {cluster.kind_on(mesh.size)}"
     return Memory(mesh, held, title=title, clock=clock, unit="steps" if in_steps else "s", cluster=name)
 
 
 class KindsOfMemory(Listener):
-    """Follows the memory of this rank's tensors, from the program's arguments to its end: `heard` is what it held.
+    """Follows the memory of this rank's tensors, from the program's arguments to its end; `heard` is the result.
 
-    Each piece of memory counts once, however many tensors are views of it, from the operation that makes it until the
-    first operation after it is gone. The result of a collective counts from its start, as a message needs room to
-    arrive; on processes, from its first use. What the program finds outside also counts from its first use, but an
-    nn.Parameter from the start.
+    Each piece of memory counts once, however many views it has, from the operation that makes it until the first
+    operation after it is freed. The result of a collective counts from the start of the collective, because a message
+    needs room to arrive; on processes, from its first use. Tensors from outside the program also count from their first
+    use, but an nn.Parameter from the start.
 
-    optimizer     tensors in the state of an optimizer of torch.optim after its step
+    optimizer     tensors in the state of a torch.optim optimizer after its step
     parameters    memory of an nn.Parameter
     gradients     memory of the `.grad` of one
                   (these three count as such from their beginning, though their kind becomes known only later)
-    activations   what autograd has saved until it frees it: parts of the graph from their beginning, everything else
-                  from the time it is saved. Also what a backward pass computes with grad mode on: a recomputation
+    activations   what autograd has saved, until it frees it: tensors of the graph from their beginning, everything else
+                  from the time it is saved. Also what a backward pass computes with grad mode on: recomputation
     other         everything else, and the program's arguments
-    What `count_as` says takes precedence over all this. With `is_meta`, tensors on the device "meta" count as if they
-    were real.
+    `count_as` takes precedence over all this. With `is_meta`, tensors on the device "meta" count as if they were real.
     """
 
     heard: RankMemory
@@ -92,7 +91,7 @@ class KindsOfMemory(Listener):
         self._rank, self._given, self._is_meta = rank, given, is_meta
         self._ledger, self._leaves_out = Ledger(), False
         self._storages: Storages[_Held] = Storages()
-        self._parameters: dict[int, _Parameter] = {}  # the identity of a storage -> the parameter, for its gradient
+        self._parameters: dict[int, _Parameter] = {}  # by storage: the parameter, to find its gradient
         self._saving = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> Self:
@@ -118,7 +117,7 @@ class KindsOfMemory(Listener):
             self._book(held)
         self._storages = Storages()
         self._parameters.clear()
-        held = self._ledger.closed(begin=0)  # moments, which get their times after the run
+        held = self._ledger.closed(begin=0)  # moments, which become times after the run
         self.heard = replace(held, leaves_out=self._leaves_out)
 
     def wraps(self, args: Any, kwargs: Any) -> None:
@@ -142,7 +141,7 @@ class KindsOfMemory(Listener):
         return len(self._ledger)
 
     def met(self, call: Any, x: Tensor, y: Tensor, note: int | None) -> None:
-        """Count the result of a collective, from the row on in which it began."""
+        """Count the result of a collective, starting with the row in which it began."""
         self._look()
         self._open_row(call.op)
         held = self._meet(y)
@@ -152,7 +151,7 @@ class KindsOfMemory(Listener):
             held.was_sent = call.op == "receive"
 
     def mark(self, x: Tensor, kind: str) -> None:
-        """Count this as this kind from its beginning on, whatever else is found."""
+        """Count the memory of `x` as `kind` from its beginning, whatever else is found."""
         held = self._meet(x)
         if held is not None:
             held.kinds, held.is_marked = [(held.born, kind)], True
@@ -160,7 +159,7 @@ class KindsOfMemory(Listener):
                 self._parameters[held.place] = _Parameter(x, held)
 
     def hold(self, x: Tensor) -> object:
-        """A token: as long as it is kept, `x` is saved for a backward pass."""
+        """A token: while it exists, `x` is saved for a backward pass."""
         held = self._meet(x)
         if held is None or held.is_given or not held.can_be("activations"):
             return None
@@ -168,14 +167,14 @@ class KindsOfMemory(Listener):
         held.becomes("activations", held.came if is_new else len(self._ledger) - 1)
         return _Token(held, self._ledger)
 
-    # --- what is where -------------------------------------------------------------------------------------------
+    # --- following memory ----------------------------------------------------------------------------------------
 
     def _open_row(self, op: str, moment: float | None = None) -> None:
         rank = self._rank
         self._ledger.open_row(rank.moment() if moment is None else moment, op, rank.written(rank.lines.here()), phase())
 
     def _look(self) -> None:
-        """Record what is gone, and find what has become a gradient."""
+        """Record what has been freed, and find new gradients."""
         for held in self._storages.gone():
             self._book(held)
             parameter = self._parameters.get(held.place)
@@ -193,7 +192,7 @@ class KindsOfMemory(Listener):
                     held.was("gradients")
 
     def _resize(self, held: _Held, num_bytes: int) -> None:
-        """Follow FSDP2, which frees whole parameters, and makes them again, by resizing their memory."""
+        """Follow a resize: FSDP2 frees and restores whole parameters by resizing their memory."""
         self._book(held)
         held.num_bytes, held.born = num_bytes, len(self._ledger)
         held.kinds = [(held.born, held.kinds[-1][1])]
@@ -235,7 +234,7 @@ class KindsOfMemory(Listener):
     # --- what autograd saves -------------------------------------------------------------------------------------
 
     def _pack(self, x: Tensor) -> tuple[Tensor, int, object]:
-        kept = x if x.is_leaf else x.detach()  # the graph would keep itself alive through its own output
+        kept = x if x.is_leaf else x.detach()  # with its own output, the graph would keep itself alive
         return kept, version_of(x), self.hold(x)
 
     def _unpack(self, saved: tuple[Tensor, int, object]) -> Tensor:
@@ -249,15 +248,15 @@ class KindsOfMemory(Listener):
 
 
 _GOES_BEFORE = ("other", "activations", "gradients", "parameters", "optimizer")
-"""Each goes before those in front of it, where memory would be of both kinds."""
+"""In ascending order of precedence, for memory that would be of two kinds."""
 
 
 class _Held:
     """A piece of memory.
 
-    born       the row of the ledger from which on it exists
-    came       the same, except for what was first on its way: the row from which on it has contents
-    kinds      (row, kind): from which row on it was of which kind
+    born       the row of the ledger in which its existence begins
+    came       the same, except for a message in flight: the row in which its contents arrive
+    kinds      (row, kind): its kind from that row on
     is_marked  whether `count_as` has set its kind
     is_given   whether it came with the arguments of the program
     was_sent   whether it is a message from one rank, which no graph has made: it may wait for its forward pass
@@ -278,12 +277,12 @@ class _Held:
         return not self.is_marked and _GOES_BEFORE.index(self.kinds[-1][1]) <= _GOES_BEFORE.index(kind)
 
     def was(self, kind: str) -> None:
-        """Note that it has been of this kind from its beginning."""
+        """Set its kind from its beginning."""
         if self.kinds[-1][1] != kind and self.can_be(kind):
             self.kinds = [(self.born, kind)]
 
     def becomes(self, kind: str, row: int) -> None:
-        """Note that it is of this kind from this row on."""
+        """Set its kind from this row on."""
         if row <= self.born:
             self.kinds = [(self.born, kind)]
         elif self.kinds[-1][1] != kind:
@@ -291,8 +290,8 @@ class _Held:
 
 
 class _Parameter:
-    """A parameter, its memory, and the gradient that it was last seen with. All parameters are looked at after every
-    operation, since nothing tells that a gradient was assigned: so this is brief."""
+    """A parameter, its memory, and its last known gradient. Every parameter is checked after every operation, since
+    nothing reports the assignment of a gradient: so the check is brief."""
 
     __slots__ = ("gradient", "held", "parameter", "storage")
 
@@ -314,7 +313,7 @@ def _nothing() -> None:
 
 
 class _Token:
-    """A sign that a piece of memory is saved. When its last token is gone, it is no longer saved."""
+    """Marks a piece of memory as saved, until the last of its tokens is gone."""
 
     __slots__ = ("held", "ledger")
 
@@ -330,7 +329,7 @@ class _Token:
 
 
 def _name(func: Any, args: Any) -> str:
-    """The name of an operation. Those that only tell torch's profiler where it is have the name of the place."""
+    """The name of an operation. An operation that only marks a region for torch's profiler has the region's name."""
     name = func.name() if isinstance(func, HigherOrder) else func.overloadpacket.__name__
     if not name.startswith("_record_function"):
         return name

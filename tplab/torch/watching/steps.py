@@ -1,4 +1,4 @@
-"""Operations of torch as steps: what each does to the dims of its operands, and in which of them it is linear."""
+"""Torch operations as steps: what each does to the dims of its operands, and in which of them it is linear."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from tplab.checking.steps import Dims, How, Step
 from tplab.torch.ranks.meter import tensors_in, traits_of
 
 Operands = Sequence[tuple[int, Tensor]]
-"""Tensors that an operation reads, each with its place among the arguments."""
+"""The tensors that an operation reads, each with its position among the arguments."""
 
 
 def steps_of(func: Any, args: Any, kwargs: Any, operands: Operands, result: Tensor, place: int) -> list[Step]:
-    """What an operation has done to make `result`, which is at this place among all that it returns.
+    """The steps of an operation that make `result`, which has this position among all that it returns.
 
-    Each step but the first takes, before its own inputs, what the one before it has made: their inputs are the places
-    of tensors among `operands`.
+    Each step but the first takes the result of the one before it, followed by its own inputs: positions in `operands`.
     """
     name = func.overloadpacket.__name__
     plain = name.rstrip("_") if not name.startswith("__") else name
@@ -44,14 +43,14 @@ def operands_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[int,
 
 
 def _called(name: str) -> str:
-    """What people call an operation of ATen: "_softmax" and "native_batch_norm" are softmax and batch_norm."""
+    """The common name of an ATen operation: "_softmax" and "native_batch_norm" are softmax and batch_norm."""
     for ending in ("_forward", "_legit", "_with_update"):
         name = name.removesuffix(ending)
     return name.lstrip("_").removeprefix("native_")
 
 
 class _Made:
-    """An operation, its operands and what it has made, with the means to say so as steps."""
+    """An operation, its operands and its result, with the means to describe them as steps."""
 
     def __init__(self, name: str, args: Any, operands: Operands, result: Tensor, place: int):
         self.name, self.args, self.operands, self.result, self.place = name, args, operands, result, place
@@ -68,7 +67,7 @@ class _Made:
         return self.operands[0][1]
 
     def step(self, how: How, *dims: Dims, takes: Sequence[int] | None = None, **about: Any) -> Step:
-        """A step that takes all operands, or those at these places of `operands`."""
+        """A step that takes all operands, or those at these positions in `operands`."""
         takes = range(len(self.operands)) if takes is None else takes
         shapes = tuple(tuple(self.operands[index][1].shape) for index in takes)
         about = {"shape": tuple(self.result.shape)} | about
@@ -98,7 +97,7 @@ class _Made:
 
 
 def _kept(make: _Made, gone: Callable[[int], bool], **about: Any) -> list[Step]:
-    """Dims in their order, but for those that are gone."""
+    """A step that keeps the dims in their order, except those that are gone."""
     left = iter(range(make.result.dim()))
     return [make.step("linear", tuple(None if gone(dim) else next(left, None) for dim in range(make.x.dim())), **about)]
 
@@ -162,7 +161,7 @@ def _sliced(make: _Made) -> list[Step]:
 
 
 def _split(make: _Made) -> list[Step]:
-    """Each part has some of every rank's piece, as q, k and v of a fused product."""
+    """Each part has some of every rank's piece, as do q, k and v of a fused product."""
     if make.name == "unbind":
         return _selected(make)
     at = make.dim(2)
@@ -206,7 +205,7 @@ def _norm(make: _Made) -> list[Step]:
 
 
 def _batch_norm(make: _Made) -> list[Step]:
-    """x [B, C, ...]. In training its statistics are over all dims but C; else they are the running ones, and given."""
+    """x [B, C, ...]. In training, the statistics are over all dims but C; otherwise they are given, as running ones."""
     flags = [arg for arg in make.args if isinstance(arg, bool)]
     trains = flags[0] if flags else make.name == "_batch_norm_with_update"
     if make.place:
@@ -217,7 +216,7 @@ def _batch_norm(make: _Made) -> list[Step]:
 
 
 def _norm_backward(make: _Made) -> list[Step]:
-    """Of x like x; of weight and bias, sums over all dims before theirs."""
+    """For x: like x. For weight and bias: sums over all dims before theirs."""
     if not make.place:
         return [make.step("first", *(make.right(x) for _, x in make.operands))]
     before = make.x.dim() - make.result.dim()
@@ -287,7 +286,7 @@ def _where(make: _Made) -> list[Step]:
 
 
 def _grown(make: _Made) -> list[Step]:
-    """The gradient of what a slice, or an element of a dim, was taken from."""
+    """The gradient of the tensor that a slice, or an element of a dim, was taken from."""
     at = make.dim(2, make.result)
     if make.name == "select_backward":
         return [make.step("linear", tuple(dim + (dim >= at) for dim in range(make.x.dim())))]

@@ -1,9 +1,9 @@
-"""Types in torch: what each rank has written down, typed when all ranks are done.
+"""Types in torch: the logs of all ranks, typed once the ranks are done.
 
-Rules say what each operation makes of the types that it is given, and the ranks' values are compared at each operation:
-what differs is not replicated, whatever a rule says. What looks the same may do so by chance, as zeros and ones do. So
-the program runs twice, with another seed and other numbers in its arguments, and only what is the same on all ranks in
-both runs, and not the same in one run as in the other, counts as replicated where no rule says so.
+Rules say what type each operation makes of its operands' types, and the ranks' values are compared at each operation: a
+value that differs is not replicated, whatever a rule says. Values may be equal by chance, such as zeros and ones. So
+the program runs twice, with another seed and other numbers in its arguments. Where no rule says so, a value counts as
+replicated only if it is the same on all ranks in both runs and differs between the runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tplab.torch.watching.follower import Follower, Log
 
 
 def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
-    """Copies of arguments with other numbers where they are fractions: the same for tensors that are the same."""
+    """Copies of arguments with other numbers in floating-point tensors, where the same tensor stays the same."""
     draw = torch.Generator().manual_seed(seed)
     memo: dict[int, Tensor] = {}
 
@@ -57,8 +57,8 @@ def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
 
 
 def types_in(job: Job, logs: Sequence[Log], more: More | None, why_not: str = "") -> Types:
-    """The types of a program, from what its ranks have written down. It runs a second time here, with the seed after
-    `seed`, unless `why_not` says why it cannot."""
+    """The types of a program, from its ranks' logs. The program runs a second time here, with the seed after `seed`,
+    unless `why_not` says why it cannot."""
     again, others = list[Any](), perturbed(job.args, job.seed)
     other = job._replace(fn=Watched(job.fn, Follower), args=others, seed=job.seed + 1, keep_values=0, title="")
     try:
@@ -70,8 +70,7 @@ def types_in(job: Job, logs: Sequence[Log], more: More | None, why_not: str = ""
 
 
 def types_of(job: Job, logs: Sequence[Log], again: Sequence[Log], why_not: str = "") -> Types:
-    """The types of a program, from what its ranks have written down in two runs. `again` may be empty, and `why_not`
-    says why then."""
+    """The types of a program, from its ranks' logs of two runs. `again` may be empty; `why_not` then says why."""
     fn, mesh = job.fn, job.mesh
     axes = [name for name in mesh.axis_names if mesh.shape[name] > 1]
     given = _given(job.args, job.in_specs, axes)
@@ -125,7 +124,7 @@ def _given(args: Sequence[Any], in_specs: Any, axes: Sequence[str]) -> list[OnAx
 def _looks_equal(
     value: int, axis: str, rank: int, mesh: Mesh, logs: Sequence[Log], again: Sequence[Log]
 ) -> bool | None:
-    """Whether a value of a rank is the same on all ranks of an axis; None where that is not seen, or may be chance."""
+    """Whether a value is the same on all ranks of an axis; None if that is unknown or may be chance."""
     key = logs[rank].keys.get(value)
     if key is None or (mine := logs[rank].digests.get(key)) is None:
         return None

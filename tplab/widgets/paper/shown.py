@@ -1,4 +1,4 @@
-"""What a widget can show, and what it says of anything else."""
+"""What a widget can show, and its error for anything else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_shown(things: Iterable[Any], *kinds: type) -> None:
-    """Raises TypeError unless each is of one of these kinds: "this shows a Trace, not a Result; give its trace"."""
+    """Raise TypeError unless each is of one of these kinds: "this shows a Trace, not a Result; give its trace"."""
     for thing in things:
         if not isinstance(thing, kinds):
             known = " or ".join(f"a {kind.__name__}" for kind in kinds)
@@ -15,6 +15,6 @@ def check_shown(things: Iterable[Any], *kinds: type) -> None:
 
 
 def way_out(thing: Any, *kinds: type) -> str:
-    """Where it has something of one of these kinds: "; give its trace"."""
+    """A hint if it has an attribute of one of these kinds: "; give its trace"."""
     names = [kind.__name__.lower() for kind in kinds]
     return next((f"; give its {name}" for name in names if hasattr(type(thing), name)), "")
