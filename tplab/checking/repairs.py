@@ -132,18 +132,11 @@ def proven(
                 ]  # fmt: skip
                 break
             tried.append(one.repair.words)
-            if (
-                found is not None
-                and found.findings
-                and one.repair.kind == "cast"
-                and further
-                and len(tries) < 2 * MOST_TRIED
-            ):
+            if further and one.repair.kind == "cast" and found is not None and len(tries) < 2 * MOST_TRIED:
                 more = further([*mended, one.repair, *one.also], first.step)
                 others = more.findings[0].hypotheses if more is not None and more.findings else ()
-                tries[place + 1 : place + 1] = [one.and_then(other) for other in others if other.repair.kind == "cast"][
-                    :2
-                ]
+                casts = [one.and_then(other) for other in others if other.repair.kind == "cast"]
+                tries[place + 1 : place + 1] = casts[:2]
         else:
             done += [
                 replace(first, cause=first.seen, tried=tuple(dict.fromkeys(tried)), thread=""),

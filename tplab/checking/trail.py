@@ -185,18 +185,15 @@ class Trails:
         before = [self._ends.ops[at] for at in first.inputs[:1]] if first is not None else []
         for key in [op.key for op in (first, *before) if op is not None and op.key in self._theirs]:
             whole, parts = self._theirs[key].at(None), [ops[key].at(None) for ops in self._by_key if key in ops]
-            if (
-                whole is not None
-                and whole.ndim == 2
-                and all(x is not None and x.shape[1:] == whole.shape[1:] for x in parts)
-            ):
-                mine = np.concatenate(parts).astype(np.float64)  # type: ignore[arg-type]
-                far, found = np.abs(mine[:, None] - whole[None]).max(-1), list[int]()
-                while len(found) < len(mine) == len(whole) and far[len(found)].min() <= 1e-4 * largest(whole):
-                    found.append(int(far[len(found)].argmin()))
-                    far[:, found[-1]] = np.inf  # of rows that are the same, each counts once
-                if len(found) == len(mine):
-                    return found
+            if whole is None or whole.ndim != 2 or any(x is None or x.shape[1:] != whole.shape[1:] for x in parts):
+                continue
+            mine = np.concatenate(parts).astype(np.float64)  # type: ignore[arg-type]
+            far, found = np.abs(mine[:, None] - whole[None]).max(-1), list[int]()
+            while len(found) < len(mine) == len(whole) and far[len(found)].min() <= 1e-4 * largest(whole):
+                found.append(int(far[len(found)].argmin()))
+                far[:, found[-1]] = np.inf  # of rows that are the same, each counts once
+            if len(found) == len(mine):
+                return found
         return []
 
     def parameters_of(self, op: Op) -> list[str]:
