@@ -29,13 +29,6 @@ COMBINED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
     """What may be wrong at the line where the forward pass goes wrong."""
-    for sent in facts.sent("forward"):
-        if sent.where == line and sent.reduction in ("sum", "mean") and sent.size > 1:
-            other = "mean" if sent.reduction == "sum" else "sum"
-            cause = f"the {sent.reduction} over ranks is taken here, where the {other} is meant"
-            repair = Repair(other, f"the {other} in place of the {sent.reduction} at {line}", line)
-            yield Hypothesis(repair, cause, line)
-            break
     yield from in_order(facts, forward=True)
     trails = facts.trails
     if trails is None or not line:

@@ -193,10 +193,6 @@ class _Hypotheses:
                 over = {sent.ranks for sent in self.facts.sent("reduction", "backward") if sent.where == line}
                 told = self._scaled_unlike() if over == {*way} else (cause, where, thread("experts"))
                 yield Hypothesis(repair, *told)
-        held = self.case.copies_of_one
-        if held and held not in partitions(self.facts):
-            words = f"the mean over {listed(held)} in place of the collective at {line}"
-            yield Hypothesis(self.case.combined("mean", held, 1 / undone, words, line), cause, where, thread("experts"))
 
     def _scaled_unlike(self) -> tuple[str, str, str]:
         """Cause, line and thread where each rank's gradients, and the ranks that they are added up over, are right."""
