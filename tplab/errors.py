@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 REPOSITORY = "https://github.com/tplab/tplab"
-"""Where tplab is installed from; it is not in a package registry."""
+"""The source to install tplab from; it is not in a package registry."""
 
 
 class TplabError(Exception):

@@ -411,7 +411,7 @@ CLAIMS = (
     ),
     Claim(
         SEQUENCE,
-        "with documents is between the two rings",
+        "With documents, it is between ring and zigzag",
         lambda: all(
             rows["zigzag"].seconds < rows["llama3_allgather"].seconds < rows["ring"].seconds
             for rows in ROWS

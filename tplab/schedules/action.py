@@ -9,7 +9,7 @@ from tplab.errors import ScheduleError
 from tplab.mesh import whole_or_none
 
 KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "UNSHARD", "RESHARD", "STEP")
-"""What a rank can do; the names are those of torch's text form, and STEP is the optimizer's.
+"""The kinds of actions; the names are those of torch's text form, and STEP is the optimizer's.
 
 F            forward of one microbatch through one stage
 B            its full backward (I and W at once)

@@ -48,7 +48,7 @@ def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = Non
 
 
 def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = None, at_most: int = 100) -> list[Fault]:
-    """What `check` would raise, as data: the first `at_most` faults, or an empty list if the schedule is right."""
+    """The first `at_most` faults for which `check` would raise; an empty list if the schedule is right."""
 
     def in_turn() -> Iterator[Fault]:
         for find in (

@@ -1,4 +1,4 @@
-"""What every executor needs from a schedule before running it."""
+"""Preparations that every executor makes before it runs a schedule."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Schedule:
         return [tuple(actions[a:b]) for a, b in zip(self.offsets[:-1], self.offsets[1:])]
 
     def by_tick(self) -> list[tuple[Action | None, ...]]:
-        """What happens at each tick: one action per rank, None where it is idle. Every action takes one tick."""
+        """The actions of each tick: one per rank, None where it is idle. Every action takes one tick."""
         grid: list[list[Action | None]] = [[None] * self.num_ranks for _ in range(self.num_ticks)]
         for rank, (actions, ticks) in enumerate(zip(self.by_rank(), self.ticks_by_rank())):
             for action, tick in zip(actions, ticks):

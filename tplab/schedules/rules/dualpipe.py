@@ -54,7 +54,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _dual_letters(r: int, p: int, m: int) -> str:
-    """What a rank of DualPipeV does, in eight steps; big letters are its first stage, small ones its second.
+    """The actions of a rank of DualPipeV, in eight steps. Capital letters are its first stage, small ones its second.
 
     The last p of the 2p final backwards are split, so that W fills the gaps that the last I actions leave.
     """

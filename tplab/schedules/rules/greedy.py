@@ -100,7 +100,7 @@ def list_schedule(
         return True
 
     def choose(rank: _Rank, now: float) -> Step | None:
-        """What `rank` does now; None if it has to wait."""
+        """The action of `rank` now; None if it has to wait."""
         near, soon = now + 1e-12, np.inf
         if rank.plan is not None:  # it may only take the next step of its plan
             backs = [rank.plan[0]] if rank.plan and rank.plan[0][0] != F else []

@@ -217,7 +217,7 @@ class Workbench:
         return {"seconds": seconds, "gib": held / GIB, "front": front, "fits": fits}
 
     def traits(self) -> dict[str, Any]:
-        """What the card shows besides the board."""
+        """The parts of the card besides the board."""
         one = self.forecast(self.chosen)  # which may turn out to be faster than the best so far
         return {
             "settings": dict(self.settings),

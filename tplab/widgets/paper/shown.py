@@ -1,4 +1,4 @@
-"""What a widget can show, and its error for anything else."""
+"""The objects that a widget can show, and its error for anything else."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class Workbench:
         return f"Rank {rank} now runs {in_words(row[to])} {where}. The makespan {change}."
 
     def traits(self) -> dict[str, Any]:
-        """What the card shows besides the board; `settings` is also the state of its controls."""
+        """The parts of the card besides the board; `settings` is also the state of its controls."""
         return {
             "settings": dict(self.settings),
             "notice": self.notice,
