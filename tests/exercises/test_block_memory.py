@@ -219,7 +219,7 @@ def test_the_block_in_jax_passes():
     [
         (tokens_split(dim=0), "only the tokens of its own rank"),
         (lambda x, *rest: tokens_split()(x, *rest) - x, "add its x, once"),
-        (tokens_split(gather=gather_from), "gather_from is for ranks that all do the same afterwards"),
+        (tokens_split(gather=gather_from), "Is h from gather_from? That is for ranks that all do the same afterwards"),
         (tokens_split(shared=plainly), "Megatron-LM #1446"),
         (norm_behind(plainly), "this rank's own weights only"),
         (tokens_split(shared=lambda scale: f(f(scale))), "R times too large"),

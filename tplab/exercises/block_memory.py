@@ -27,8 +27,8 @@ MOST = 1.3  # times the fewest bytes: h may be gathered a second time in the bac
 _KEPT = (
     "y is right, but dx is only the part that comes through this rank's own weights. The other ranks' parts are "
     "missing.\n"
-    "gather_from is for ranks that all do the same afterwards, and here each rank uses its own weights. (Or is y added "
-    "up on all ranks, and then cut?)"
+    "Is h from gather_from? That is for ranks that all do the same afterwards, and here each uses its own weights.\n"
+    "Or is y added up on all ranks, and then cut?"
 )
 
 
