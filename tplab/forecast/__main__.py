@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--etp", type=int, nargs="+", metavar="N", help="divide each expert over N ranks, too")
     parser.add_argument("--dispatch", choices=DISPATCHES, help="how tokens travel to experts (default: the stack's)")
     parser.add_argument("--skew", type=float, metavar="X", help="how unequally experts are chosen (default: 0)")
-    most = f"stages per pipeline rank, at most (default: {VIRTUAL})"
-    parser.add_argument("--virtual", type=int, default=VIRTUAL, metavar="N", help=most)
+    parser.add_argument("--virtual", type=int, default=VIRTUAL, metavar="N", help=f"most stages per rank ({VIRTUAL})")
     parser.add_argument("--outside", action="store_true", help="also search plans of classes that were not measured")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
