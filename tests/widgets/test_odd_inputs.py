@@ -92,6 +92,9 @@ def test_numbers_that_cannot_be_drawn_are_named():
     for amount in (np.nan, np.inf):
         with pytest.raises(ValueError, match=f"'a' has {amount} for 'x'"):
             knob("t", "c", {1: Bars([Row("a", {"x": amount})], "s")})
+    for limit in (np.nan, -1, 0, "2"):
+        with pytest.raises(ValueError, match=f"memory_limit is {limit!r}; it must be None or a number above 0"):
+            gantt(ONCE, memory_limit=limit)
     with pytest.raises(TypeError, match="'w' has complex numbers"):
         matrices({"w": np.array([1j])})
 

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 from tplab.errors import ScheduleError, TplabError
@@ -280,8 +281,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
     if not isinstance(settings["stage_costs"], str):
         raise ValueError(f"stage_costs is {settings['stage_costs']!r}; it must be text, such as '1, 1, 1, 2'")
-    limit = settings["memory_limit"]
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+    check_limit(settings["memory_limit"])
+
+
+def check_limit(limit: Any) -> None:
+    """Raise ValueError unless this can be a memory limit."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real) or not limit > 0):
         raise ValueError(f"memory_limit is {limit!r}; it must be None or a number above 0")
 
 
