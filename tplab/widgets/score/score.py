@@ -209,7 +209,7 @@ class Score:
     @cached_property
     def tells_past(self) -> bool:
         """Whether it is only known what has been on a rank: it sends whole pieces to which nothing is added, and a
-        trace does not tell whether the program keeps them, as a gather does, or overwrites them: `x = ring_shift(x)`."""
+        trace does not tell whether the program keeps them, as a gather does, or overwrites them, as in a loop."""
         return not self.is_pipeline and any(
             item.origin >= 0 and all(len(pool) == 1 for pool in item.pools) for item in self.items
         )

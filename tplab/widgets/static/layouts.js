@@ -115,7 +115,7 @@ async function render({ model, el: host }) {
       if (![...node.options].some((option) => option.value === value)) node.append(el("option", { value }, value));
       node.value = value;
     }
-    tasks.show(model.get("settings"), isWaiting);
+    tasks.show(model.get("settings"), isWaiting, Boolean(failure));
   }
 
   const clearLegend = () => { // and what would paint it in another theme
