@@ -310,13 +310,12 @@ def test_axes_have_few_round_numbers(low: float, high: float):
 
 def test_the_text_at_the_limit_is_apart_from_plans_and_their_names():
     """On the map of 64 GPUs, a plan has its mark where this text would begin."""
-    lab = layout_lab()
-    drawn = plan_map(lab._bench)
+    drawn = plan_map(Workbench({**SETTINGS, "gpus": 64, "batch": 512, "sequence": 8192, "task": ""}))
     (room,) = (part for part in drawn.parts if part.text.startswith("a GPU has"))
     (end, y), wide = room.place, drawn.width_of(room.text, 10)
     for part in drawn.parts:
-        if part.method == "box" and part.place[2] == 8:  # a plan's mark
-            assert not (end - wide < part.place[0] + 4 < end and abs(part.place[1] + 4 - y) < 8)
+        if part.method == "box" and part.place[2] == 28:  # around a plan's mark
+            assert not (end - wide < part.place[0] + 14 < end and abs(part.place[1] + 14 - y) < 8)
         if part.text == "chosen":
             begin, top = part.place
             assert begin > end or begin + drawn.width_of("chosen", bold=True) < end - wide or abs(top - y) > 11

@@ -101,9 +101,10 @@ def faster(one: Forecast, best: Forecast) -> Iterator[Claim]:
 
 
 def scale(one: Forecast, best: Forecast) -> Iterator[Claim]:
+    memory = at_most("the fullest rank holds {} GiB", one.peak.total / GIB, 60, "it may hold {} GiB at most")
+    yield memory if one.surely_fits else fits(one)
     says = "the model's own work is {}% of what the GPUs could do (MFU)"
     yield at_least(says, 100 * one.mfu, 50, "it must be {}% at least")
-    yield at_most("the fullest rank holds {} GiB", one.peak.total / GIB, 60, "it may hold {} GiB at most")
     yield at_most("a step has {:sequence}", one.batch, 1024, "it may have {} at most")
 
 
