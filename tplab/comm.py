@@ -7,6 +7,7 @@ gradients, bytes and words. The argument checks below the table are shared by bo
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -23,7 +24,7 @@ Array = TypeVar("Array")
 class Row:
     """One collective over R ranks, or one kind of message.
 
-    takes        whose inputs it uses: "all" ranks', only the "root"'s, for a message "one" rank's; "": nothing is sent
+    takes        whose inputs it uses: those of "all" ranks, the "root", or for a message "one" rank; "": of none
     gives        what ranks receive: "all" receive the whole result, position i receives its own one of R "pieces", only
                  the "root" receives it, for a message only "one" rank does; "": there is no result
     combines     whether inputs are combined element by element (sum, max, ...); otherwise they are joined along a dim
@@ -166,12 +167,12 @@ def dim_of(shape: Sequence[int], dim: Any, op: str) -> int:
     return dim % len(shape)
 
 
-def root_of(op: str, root: Any, num_ranks: int, label: str) -> int:
-    """`root` as an int. Raises MeshError if the axis does not have this position."""
-    root = whole_number(root, f"{op}: root")
-    if not 0 <= root < num_ranks:
-        raise MeshError(f"{op}: axis {label!r} has positions 0 to {num_ranks - 1}; root={root} is not one")
-    return root
+def position_of(op: str, position: Any, num_ranks: int, label: str, name: str = "root") -> int:
+    """`position`, the argument `name` of `op`, as an int. Raises MeshError if the axis does not have this position."""
+    position = whole_number(position, f"{op}: {name}")
+    if not 0 <= position < num_ranks:
+        raise MeshError(f"{op}: axis {label!r} has positions 0 to {num_ranks - 1}; {name}={position} is not one")
+    return position
 
 
 def pairs_of(perm: Iterable[Any]) -> tuple[tuple[int, int], ...]:
@@ -183,10 +184,11 @@ def check_pairs(pairs: Sequence[tuple[int, int]], num_ranks: int, label: str) ->
     """Raise MeshError if a position is not on the axis, sends twice or receives twice."""
     last, listed = num_ranks - 1, list(pairs)
     for side, positions in (("sends", [a for a, _ in pairs]), ("receives", [b for _, b in pairs])):
-        for one in positions:
+        times = Counter(positions)
+        for one in times:
             if not 0 <= one < num_ranks:
                 raise MeshError(f"ppermute: axis {label!r} has positions 0 to {last}; {one} in {listed} is not one")
-            if positions.count(one) > 1:
+            if times[one] > 1:
                 raise MeshError(f"ppermute: position {one} of axis {label!r} {side} twice in {listed}; once at most")
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: where they import from, a mesh given as text, and the files that a trace is written to."""
+"""Parts that all commands share: the import path, a mesh given as text, and the files of a trace."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 REPOSITORY = "https://github.com/tplab/tplab"
-"""Where tplab is installed from; it is not in a package registry."""
+"""The source to install tplab from; it is not in a package registry."""
 
 
 class TplabError(Exception):
@@ -17,7 +17,7 @@ class TplabError(Exception):
 
     @property
     def trace(self) -> Any:
-        """What the simulated ranks had done until then, as a `Trace`; None if the error was not raised in a run."""
+        """The `Trace` of the simulated ranks until the error; None if it was not raised in a run."""
         return None if self.make_trace is None else self.make_trace()
 
 
@@ -62,7 +62,7 @@ class RankError(TplabError, RuntimeError):
 
 
 class ReplicationError(TplabError, RuntimeError):
-    """Ranks that were said to hold the same tensor do not."""
+    """Ranks hold different tensors where they should hold the same one."""
 
 
 class DeadlockError(TplabError, RuntimeError):
@@ -83,7 +83,7 @@ class ParallelError(TplabError, AssertionError):
 
 
 class CheckpointError(TplabError, ValueError):
-    """A checkpoint that is not as it was written: a file is missing, cut short or changed."""
+    """A damaged checkpoint: a file is missing, truncated or changed."""
 
 
 class PlanError(TplabError, ValueError):

@@ -16,7 +16,7 @@ from tplab.mesh import Mesh
 from tplab.sharding import P, cut, names_in
 
 MOST_PARTS = 3
-"""The most fused parts that we look for: query, key and value; or gate and up."""
+"""The most fused parts that `layouts_for` considers: query, key and value; or gate and up."""
 
 
 WHOLE = P()
@@ -60,7 +60,7 @@ def ranges(size: int, parts: Sequence[int], index: int, num_ranks: int) -> list[
 
 
 def take(whole: Any, layout: Layout, mesh: Mesh, rank: int) -> Any:
-    """What `rank` holds of a whole array, of any framework."""
+    """The part of a whole array, of any framework, that `rank` holds."""
     for dim, entry in enumerate(layout.spec):
         if entry is not None:
             rows = ranges(whole.shape[dim], layout.parts, mesh.index(rank, entry), mesh.axis_size(entry))
@@ -73,7 +73,7 @@ def take(whole: Any, layout: Layout, mesh: Mesh, rank: int) -> Any:
 
 
 def local_shape_of(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """The shape of what `rank` holds."""
+    """The shape of the part that `rank` holds."""
     sizes = list(shape)
     for dim, entry in enumerate(layout.spec):
         if entry is not None:

@@ -59,12 +59,12 @@ def _number_of(filename: str, shell: Any) -> int:
 
 
 def _text_of(filename: str) -> str:
-    """What was compiled as this file, with magics replaced and without trailing empty lines."""
+    """The text that was compiled as this file, with magics replaced and without trailing empty lines."""
     return "".join(linecache.getlines(filename)).rstrip("\n")
 
 
 def _texts_of_cells(shell: Any) -> Sequence[str]:
-    """What was compiled as cells 0, 1, 2, ...; cell 0 does not exist."""
+    """The texts that were compiled as cells 0, 1, 2, ...; cell 0 does not exist."""
     return getattr(shell, "user_ns", {}).get("In", ())
 
 

@@ -46,7 +46,7 @@ class Mesh:
         if unnamed:
             given = ", ".join(map(repr, unnamed))
             named = zip(("pp", "dp", "tp")[-len(unnamed) :], unnamed)
-            sizes = ", ".join(f"{name}={size}" for name, size in named if _whole_number(size))
+            sizes = ", ".join(f"{name}={size}" for name, size in named if whole_or_none(size))
             raise MeshError(f"every axis of a mesh has a name: write Mesh({sizes or 'tp=4'}), not Mesh({given})")
         if not axes:
             raise MeshError("a mesh needs at least one axis, for example Mesh(tp=4)")
@@ -54,7 +54,7 @@ class Mesh:
         for name, given in axes.items():
             if not name.isidentifier():
                 raise MeshError(f"axis name {name!r} is not an identifier; use letters and digits, as in Mesh(tp=4)")
-            size = _whole_number(given)
+            size = whole_or_none(given)
             if size is None or size < 1:
                 raise MeshError(f"axis {name!r} has size {given!r}; it must be a whole number of ranks, 1 or more")
             shape[name] = size
@@ -104,7 +104,7 @@ class Mesh:
 
     def check_rank(self, rank: int) -> None:
         """Raise MeshError if there is no such rank."""
-        if _whole_number(rank) is None or not 0 <= rank < self.size:
+        if whole_or_none(rank) is None or not 0 <= rank < self.size:
             raise MeshError(f"{self} has ranks 0 to {self.size - 1}, not {rank!r}")
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -117,7 +117,7 @@ class Mesh:
         rank = 0
         for name, position in coordinates.items():
             (name,) = self.names(name)
-            place = _whole_number(position)
+            place = whole_or_none(position)
             if place is None or not 0 <= place < self._shape[name]:
                 raise MeshError(f"axis {name!r} of {self} has positions 0 to {self._shape[name] - 1}, not {position!r}")
             rank += place * self._strides[name]
@@ -234,7 +234,7 @@ def _mesh_from(axes: dict[str, int]) -> Mesh:
     return Mesh(**axes)
 
 
-def _whole_number(value: Any) -> int | None:
+def whole_or_none(value: Any) -> int | None:
     """`value` as a plain int, also from NumPy; None if it is not a whole number. A bool does not count as one."""
     if type(value) is int:
         return value

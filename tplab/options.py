@@ -1,4 +1,4 @@
-"""What both frameworks' `run` accepts."""
+"""Checks of arguments for `run` in both frameworks."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ check_gather_all(gather_all)
 # ## To take away
 #
 # - Two nodes that add up $n$ bytes must send $n$ bytes each, and $k$ nodes $2\,\frac{k-1}{k}\,n$, however many GPUs they have.
-# - A ring of your own uses one card per node. A library's rings use all of them, and the slower level sets the pace.
+# - A hand-written ring uses one card per node. A library's rings use all of them, and the slower level sets the pace.
 # - A data sheet has peak rates. On 64 nodes of one real cluster, less than a tenth of them was measured: measure yours.
 #
 # **Sources.** Bus bandwidths on 1 to 64 nodes: the interactive plot of the

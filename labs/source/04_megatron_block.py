@@ -348,6 +348,8 @@ for name in ("megatron-7.5b", "gpt3-175b", "llama3-8b"):
           f" {equal:4.1f} ranks")
 
 # %% [markdown]
+# A block that is three times as wide can use about three times as many ranks.
+#
 # ## The same in JAX
 #
 # As in lab 01, JAX needs no $f$ to be right. Here is the block without $f$ and with it:
@@ -463,8 +465,7 @@ check_parallel_block(parallel_block)
 # - A forgotten $f$ or a bias that is added too early raises no error. Compare gradients, with parameters that are not
 #   zero.
 # - Over two nodes of the playbook's cluster, sixteen ranks process fewer tokens per second than eight, because every
-#   all-reduce waits for the network. Even where sixteen are a little faster, more replicas use the GPUs better, if
-#   there are enough samples.
+#   all-reduce waits for the network.
 #
 # **Sources.** Shoeybi et al. 2019, [Megatron-LM](https://arxiv.org/abs/1909.08053). Chowdhery et al. 2022,
 # [PaLM](https://arxiv.org/abs/2204.02311). Throughput on 16 GPUs: the interactive plot of the [Ultra-Scale

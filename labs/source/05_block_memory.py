@@ -36,11 +36,26 @@ from tplab.widgets import Bars, Row, knob, matrices, shards, timeline
 # ## By hand: what a backward pass needs
 #
 # The backward pass of a matmul $y = xw$ needs $x$, for $dw = x^\top dy$. For `gelu` or a norm it needs the input, for
-# softmax the output, and for dropout the mask. So the forward pass keeps these tensors. They are the **activations**,
-# and in training they can take most of the memory.
+# softmax the output, and for dropout the mask. So the forward pass keeps these tensors, the **activations**. In
+# training they can take most of the memory.
 #
-# Count them for one block. Let $s$ be the number of tokens, $b$ the batch and $h$ the width. A number takes 2 bytes,
-# and an entry of a mask 1 byte, so most tensors are a multiple of $sbh$ bytes. Korthikanti et al. count these:
+# A number takes 2 bytes, and an entry of a mask 1 byte. For $s$ tokens, a batch of $b$, a width of $h$ and $a$ heads,
+# Korthikanti et al. count this many bytes in GPT-3's block. The second term is the scores, one for each head and each
+# pair of tokens:
+#
+# $$sbh \left(34 + 5\,\frac{as}{h}\right)$$
+#
+# **Predict.** GPT-3 has 96 layers, each 12,288 wide with 96 heads. What does one layer keep for 2,048 tokens, and what do
+# all 96? An H100 has about 79 GiB for a program.
+#
+# <details><summary>Answer</summary>
+#
+# $\frac{as}{h}$ is 16, so it is $114 \cdot 2048 \cdot 12288$ bytes: 2.7 GiB for one layer, and 257 GiB for 96. This is
+# for a batch of a single sequence.
+#
+# </details>
+#
+# This is the count:
 
 # %%
 GPT3 = {"sequence": 2048, "batch": 1, "width": 12288, "num_heads": 96}
@@ -53,20 +68,6 @@ def print_in_sbh(**sizes):
 print_in_sbh(**GPT3)
 
 # %% [markdown]
-# Without the three tensors of scores, these add up to $34\,sbh$. With $a$ heads, the scores have $a s^2 b$ entries, one
-# for each head and each pair of tokens, and the three tensors take 5 bytes per entry. So a block keeps
-#
-# $$sbh \left(34 + 5\,\frac{as}{h}\right)$$
-#
-# **Predict.** How much is that for one layer of GPT-3, and how much for all 96? An H100 has about 79 GiB for a program.
-#
-# <details><summary>Answer</summary>
-#
-# $\frac{as}{h}$ is 16, so it is $114 \cdot 2048 \cdot 12288$ bytes: 2.7 GiB for one layer, and 257 GiB for 96. This is
-# for a batch of a single sequence.
-#
-# </details>
-#
 # ## A block of today
 #
 # Hardly any new model is built like GPT-3. **Llama 3 8B** is trained without dropout. **Fused attention** keeps no scores:

@@ -180,7 +180,7 @@ knob("Features that a token keeps", "ranks", options, start=4, about=about, unit
 # ## How ranks agree on a mask
 #
 # The usual recipe gives every rank two generators. The first has the same seed on all ranks, and is for the masks
-# outside. The seed of the second also depends on the rank. (It can be a sum, because a run has only one seed.)
+# outside. The seed of the second also depends on the rank. (Adding the rank is enough, because a run has only one seed.)
 # Megatron-LM switches to the second with `get_cuda_rng_tracker().fork()`.
 
 # %%
@@ -220,8 +220,8 @@ for case, (ours, extra) in cases.items():
 # itself. So to agree on a mask, ranks share a seed, and send nothing.
 #
 # The backward pass has to agree as well. With activation recomputation ([lab 15](15_recomputation.ipynb)), dropout runs
-# a second time, and needs the mask of the first. `torch.utils.checkpoint` sets torch's global generators back for this,
-# and by their state tplab's `dropout` recognises a repeated draw. Your own generator is not set back:
+# a second time, and needs the mask of the first. `torch.utils.checkpoint` restores torch's global generators for this.
+# From their state, tplab's `dropout` recognises a repeated draw. Your own generator is not restored:
 
 # %%
 from torch.utils.checkpoint import checkpoint
@@ -308,9 +308,9 @@ for place, (spec, axis) in places.items():
     print(f"{place:21} {out.per_rank[0]:9,} bytes per rank")
 
 # %% [markdown]
-# Is that much? A block has two masks outside. With 80 blocks, $D = 8192$ and a sequence of 4,096 tokens, every rank
-# would keep 5 GiB of them, or 0.6 GiB if eight ranks split the tokens. So use it with sequence parallelism or
-# recomputation. Many large models, such as [PaLM](https://arxiv.org/abs/2204.02311) (section 5), are pretrained without
+# Is that a lot? A block has two masks outside. With 80 blocks, $D = 8192$ and a sequence of 4,096 tokens, every rank
+# would keep 5 GiB of them, or 0.6 GiB if eight ranks split the tokens. So combine dropout with sequence
+# parallelism or recomputation. Many large models, such as [PaLM](https://arxiv.org/abs/2204.02311) (section 5), are pretrained without
 # dropout.
 #
 # A good test of all this is a whole model with dropout *on*. Here is tplab's GPT on 1, 2 and 4 ranks, with one seed:

@@ -11,7 +11,7 @@
 #
 # *A plan shards a GPT-2 from the `transformers` library over four ranks. The bars show how many parameters of each
 # module one rank holds. Every gradient equals that of the unsharded model. Nothing is downloaded: the model is made from
-# its config. You can skim the two cells that make it and draw this.*
+# its config.*
 
 # %%
 import subprocess
@@ -33,6 +33,37 @@ from tplab import Mesh, P
 from tplab.widgets import Bars, Row, knob, timeline
 from transformers import GPT2Config, GPT2LMHeadModel
 
+# %% [markdown]
+# ## By hand: three matrices in one
+#
+# GPT-2 keeps query, key and value side by side in *one* matrix, `c_attn`.
+#
+# **Predict.** Cut its columns in the middle, and give one half to each of two ranks. What does rank 0 get?
+#
+# <details><summary>Answer</summary>
+#
+# All the queries and half of the keys. Once the attention is set to fewer heads, the shapes fit and no error is raised,
+# but no rank has a whole head.
+#
+# </details>
+#
+# Here `q0` stands for the query of the first half of the heads:
+
+# %%
+columns = np.array(["q0", "q1", "k0", "k1", "v0", "v1"])
+print("cut as one matrix:", *np.split(columns, 2))
+parts = [np.split(part, 2) for part in np.split(columns, 3)]
+by_part = [np.concatenate([part[rank] for part in parts]) for rank in range(2)]
+print("cut part by part: ", *by_part)
+
+# %% [markdown]
+# So a fused matrix must be cut part by part. (`c_attn` is also a `Conv1D`, which stores its weight as [in, out], the
+# transpose of what `nn.Linear` stores.)
+#
+# ## A plan of your own
+#
+# This makes a small GPT-2, with two blocks:
+
 # %%
 def gpt2(layers=2, width=64, heads=4, vocabulary=97, context=64):
     torch.manual_seed(0)
@@ -47,52 +78,7 @@ def gpt2(layers=2, width=64, heads=4, vocabulary=97, context=64):
 
 ids = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
 
-# %% tags=["opening-picture"]
-def by_plan(model, **options):
-    return tt.parallelize(model, tt.gpt2_plan(model), **options)
-
-def sizes(model):  # of each line of the plan; h.* stands for every block
-    found = {}
-    for name, parameter in model.named_parameters():
-        line = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
-        found[line] = found.get(line, 0) + parameter.numel()
-    return found
-
-def bars(ranks):
-    whole, plan = sizes(gpt2()), tt.gpt2_plan(gpt2())
-    here = tt.run(lambda: sizes(by_plan(gpt2())), Mesh(tp=ranks)).per_rank[0]
-    rows = []
-    for line, count in here.items():
-        label = f"{line.removeprefix('transformer.')}: {plan[line]}"
-        held = "a copy on every rank" if plan[line] == "replicate" else "on this rank"
-        rows.append(Row(label, {held: count, "on other ranks": whole[line] - count}))
-    total = sum(here.values())
-    return Bars(rows, f"Rank 0 holds {total:,} of {sum(whole.values()):,} parameters.")
-
-options = {ranks: bars(ranks) for ranks in (1, 2, 4)}
-knob("A plan for GPT-2", "ranks", options, start=4, unit="",
-     about="parameters; h.* stands for both blocks")
-
 # %% [markdown]
-# ## By hand: three matrices in one
-#
-# GPT-2 keeps query, key and value side by side in *one* matrix, `c_attn`. Give each of two ranks one half of it, and
-# look at what they get. Here `q0` stands for the query of the first half of the heads:
-
-# %%
-columns = np.array(["q0", "q1", "k0", "k1", "v0", "v1"])
-print("cut as one matrix:", *np.split(columns, 2))
-parts = [np.split(part, 2) for part in np.split(columns, 3)]
-by_part = [np.concatenate([part[rank] for part in parts]) for rank in range(2)]
-print("cut part by part: ", *by_part)
-
-# %% [markdown]
-# If you cut it as one matrix, rank 0 gets all the queries and half of the keys. Once the attention is set to fewer
-# heads, the shapes fit and no error is raised, but no rank has a whole head. So a fused matrix must be cut part by
-# part. (`c_attn` is also a `Conv1D`, which stores its weight as [in, out], the transpose of what `nn.Linear` stores.)
-#
-# ## A plan of your own
-#
 # Sharding a model from outside means replacing its layers. Start with the MLPs: `c_fc` becomes column-parallel and
 # `c_proj` becomes row-parallel. A plan says which layer replaces which module, and `by_own_plan` carries it out:
 
@@ -191,6 +177,43 @@ for name, kind in plan.items():
 # The model's own `forward`, its loss and its `generate` stay as they are. In each attention module, the number of heads
 # becomes what the rank has of them.
 #
+# Turn the knob: what does a rank hold with fewer ranks, and what never shrinks?
+
+# %% tags=["opening-picture"]
+def by_plan(model, **options):
+    return tt.parallelize(model, tt.gpt2_plan(model), **options)
+
+def sizes(model):  # of each line of the plan; h.* stands for every block
+    found = {}
+    for name, parameter in model.named_parameters():
+        line = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
+        found[line] = found.get(line, 0) + parameter.numel()
+    return found
+
+def bars(ranks):
+    whole, plan = sizes(gpt2()), tt.gpt2_plan(gpt2())
+    here = tt.run(lambda: sizes(by_plan(gpt2())), Mesh(tp=ranks)).per_rank[0]
+    rows = []
+    for line, count in here.items():
+        label = f"{line.removeprefix('transformer.')}: {plan[line]}"
+        held = "a copy on every rank" if plan[line] == "replicate" else "on this rank"
+        rows.append(Row(label, {held: count, "on other ranks": whole[line] - count}))
+    total = sum(here.values())
+    return Bars(rows, f"Rank 0 holds {total:,} of {sum(whole.values()):,} parameters.")
+
+options = {ranks: bars(ranks) for ranks in (1, 2, 4)}
+knob("A plan for GPT-2", "ranks", options, start=4, unit="",
+     about="parameters; h.* stands for both blocks")
+
+# %% [markdown]
+# <details><summary>What there is to discover</summary>
+#
+# What a rank holds of a split module halves when the ranks double. Norms and positions never shrink, and neither do the
+# biases of rows, which you can hardly see. In this toy, positions are a large part of the model. In GPT-2 they are 0.8 of
+# 124 million parameters.
+#
+# </details>
+#
 # **Predict.** The model has two blocks. How many all-reduces does a training step need, forward and backward?
 #
 # <details><summary>Answer</summary>
@@ -213,8 +236,8 @@ for layers in (1, 2, 3):
 
 # %% [markdown]
 # Here are the ten all-reduces in a step of two blocks at the sizes of GPT-2 medium (width 1,024, 50,257 vocabulary
-# entries), with eight sequences of 1,024 tokens in bfloat16. The times are a **forecast** for four H100s, and begin
-# when the model has been made and cut. (±6 % is its median error on measured rows that its fit has not seen.) In the
+# entries), with eight sequences of 1,024 tokens in bfloat16. The times are a **forecast** for four H100s, from the
+# moment when the model has been made and cut. (±6 % is its median error on measured rows that its fit has not seen.) In the
 # middle is the `all_gather`, and then every rank computes the loss of all the logits. This takes more time than the
 # two blocks.
 
@@ -331,16 +354,6 @@ print(f"A100s: 1   sequences: 64   {per_second:,.0f} tokens/s (forecast)")
 # give each of eight GPUs one sequence and the whole model. That takes 11 ms instead of 26, and about 3 ms more to add
 # up the gradients ([lab 16](16_data_parallel.ipynb)). Shard a model if it does not fit, or if there are fewer sequences
 # than GPUs.
-#
-# Turn the knob at the top: what does a rank hold with fewer ranks, and what never shrinks?
-#
-# <details><summary>What there is to discover</summary>
-#
-# What a rank holds of a split module halves when the ranks double. Norms and positions never shrink, and neither do the
-# biases of rows, which you can hardly see. In this toy, positions are a large part of the model. In GPT-2 they are 0.8 of
-# 124 million parameters.
-#
-# </details>
 #
 # ## The same weights in JAX
 #

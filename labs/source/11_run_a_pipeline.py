@@ -39,38 +39,6 @@ torch.set_num_threads(1)  # several threads do not pay off for tensors this smal
 p, m = 4, 8  # ranks, microbatches
 
 # %% [markdown]
-# The model is a list of layers: an embedding, five transformer blocks, a norm and a head. `plain_layers` only describes
-# them. Each rank makes the layers of its own stages, and no rank ever holds the whole model. (You can skip `gradients`
-# and `apart` for now: they compare gradients further down.)
-
-# %%
-V, D, S = 61, 48, 16  # vocabulary, width, tokens in a sequence
-layers = plain_layers(GPTConfig(V, D, num_layers=5, num_heads=4, context=64))
-ids = torch.randint(V, (2 * m, S), generator=torch.Generator().manual_seed(1))
-targets = (3 * ids + 1) % V
-microbatches = split_batch(ids, targets, m)  # (input, target) pairs
-
-def step(schedule, **options):  # a rank's program
-    stages = stages_of(layers, schedule)
-    train_batch(schedule, stages, microbatches, token_loss, **options)
-    return gradients(stages)
-
-def gradients(stages):  # by layer and name
-    return {(layer, name): w.grad for number, stage in stages.items()
-            for layer, module in enumerate(stage, stages.partition.bounds[number])
-            for name, w in module.named_parameters()}
-
-def apart(out, want):  # the largest difference, relative to the largest gradient
-    largest = max(grad.abs().max() for grad in want.values())
-    return max(((grad - want[key]).abs().max() / largest).item()
-               for grads in out.per_rank for key, grad in grads.items())
-
-# %% tags=["opening-picture"]
-slow = Costs(message_bytes=1, bandwidth=1, links="queue")  # one step per message
-ran = run(partial(step, one_f_one_b(p, m), costs=slow), Mesh(pp=p)).trace
-timeline(ran, predicted=simulate(one_f_one_b(p, m), slow))
-
-# %% [markdown]
 # ## By hand: two ranks, one microbatch
 #
 # Rank 0 has the weight $a = 2$, and rank 1 has $b = 5$. The input is 3, and the target is 28. Here is a forward pass, and
@@ -142,6 +110,37 @@ def train(schedule, stage, microbatches, loss):
     return total
 
 # %% [markdown]
+# The model is a list of layers: an embedding, five transformer blocks, a norm and a head. `plain_layers` only describes
+# them. Each rank makes the layers of its own stages, and no rank ever holds the whole model.
+
+# %%
+V, D, S = 61, 48, 16  # vocabulary, width, tokens in a sequence
+layers = plain_layers(GPTConfig(V, D, num_layers=5, num_heads=4, context=64))
+ids = torch.randint(V, (2 * m, S), generator=torch.Generator().manual_seed(1))
+targets = (3 * ids + 1) % V
+microbatches = split_batch(ids, targets, m)  # (input, target) pairs
+
+def step(schedule, **options):  # a rank's program
+    stages = stages_of(layers, schedule)
+    train_batch(schedule, stages, microbatches, token_loss, **options)
+    return gradients(stages)
+
+def gradients(stages):  # by layer and name
+    return {(layer, name): w.grad for number, stage in stages.items()
+            for layer, module in enumerate(stage, stages.partition.bounds[number])
+            for name, w in module.named_parameters()}
+
+def apart(out, want):  # the largest difference, relative to the largest gradient
+    largest = max(grad.abs().max() for grad in want.values())
+    return max(((grad - want[key]).abs().max() / largest).item()
+               for grads in out.per_rank for key, grad in grads.items())
+
+# %% tags=["opening-picture"]
+slow = Costs(message_bytes=1, bandwidth=1, links="queue")  # one step per message
+ran = run(partial(step, one_f_one_b(p, m), costs=slow), Mesh(pp=p)).trace
+timeline(ran, predicted=simulate(one_f_one_b(p, m), slow))
+
+# %% [markdown]
 # **Predict.** GPipe and 1F1B start with the same weights and the same microbatches. Are their gradients different, equal
 # except for rounding, or equal to the last bit?
 #
@@ -189,9 +188,9 @@ for rule in (gpipe, one_f_one_b, zb_h1, interleaved_1f1b, zb_v):
     print(f"{rule.__name__:17} {bytes_sent[rule]:7,} bytes sent, equal: {equal}")
 
 # %% [markdown]
-# Both workers divide each microbatch's loss by $m$. That is right only if all microbatches have equally many targets. What
-# to do if not is an exercise of [lab 16](16_data_parallel.ipynb). A pipeline needs no message for it, because its last
-# rank has all targets.
+# Both workers divide each microbatch's loss by $m$. That is right only if all microbatches have the same number of
+# targets. The general case is an exercise of [lab 16](16_data_parallel.ipynb). A pipeline needs no message for it,
+# because its last rank has all targets.
 
 # %% [markdown]
 # ## Split the backward: I and W
@@ -318,14 +317,14 @@ knob("One batch on four H100s", "microbatches",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# The bubble shrinks with every step, as the formula says, and still the batch does not get faster for ever. By the
+# The bubble shrinks with every step, as the formula says, but the batch does not always get faster. By the
 # data sheet, four microbatches are best, at 5.6 ms. By the forecast, eight are, at 7.2 ms. Beyond that, each takes
 # longer again: every doubling gives a rank twice as many kernels, each of them half as large, and small kernels use a
 # GPU badly. The formula is roughly right about the bubble, and silent about the rest.
 #
 # Larger microbatches can be cut further. The authors of the Ultra-Scale Playbook **measured** a 1B model on pipelines of
-# four H100s, eight of them side by side, with sequences of 4,096 tokens. With 8, 16 and 32 microbatches, each GPU got
-# through 27,235, 30,657 and 32,105 tokens per second. So 32 microbatches of one sequence were 1.18 times as fast as 8 of
+# four H100s, eight of them side by side, with sequences of 4,096 tokens. With 8, 16 and 32 microbatches, each GPU
+# processed 27,235, 30,657 and 32,105 tokens per second. So 32 microbatches of one sequence were 1.18 times as fast as 8 of
 # four sequences. The formula promises 1.26.
 #
 # </details>
@@ -422,7 +421,7 @@ check_train_split(train_split)
 # ## To take away
 #
 # - A schedule says when, not what. Every legal schedule gives the same gradients as one device.
-# - A run follows its schedule, but only as fast as its actions. Simulate it with the costs that you measured.
+# - A run keeps the order of its schedule. How long it takes depends on its actions: simulate it with measured costs.
 # - A pipeline sends little, but its ranks wait for their neighbours, and forever if their orders form a cycle.
 
 # %% [markdown]

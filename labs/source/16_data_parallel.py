@@ -235,7 +235,7 @@ for ranks in (8, 16, 64):
 # and on the playbook's network 3,300. The range in brackets comes from that network's
 # error.
 #
-# **Decide.** Your batch has 4 million tokens. Over how many H100s can you spread it so that the gradients still hide? The
+# **Decide.** Your batch has 4 million tokens. Over how many H100s can it be spread with all gradients hidden? The
 # table shows how many tokens each GPU gets, and how many it needs.
 
 # %%
@@ -282,7 +282,7 @@ ndr, theirs = forecasts("infiniband-ndr"), forecasts("playbook")
 measured = worth({gpus: r.seconds for gpus, r in fastest.items()})
 lines = {"InfiniBand NDR": (NODES, ndr), "the playbook's network": (NODES, theirs)}
 levels(
-    {"Worth of a GPU": lines}, measured={"Worth of a GPU": list(zip(NODES, measured))},
+    {"Speed per GPU": lines}, measured={"Speed per GPU": list(zip(NODES, measured))},
     by="the Ultra-Scale Playbook", along="nodes", doubling=True, unit="%",
     title="A million tokens on more and more GPUs",
     about="3 billion parameters, H100s, forecasts",
@@ -295,8 +295,8 @@ for row in zip(NODES, measured, theirs, ndr):
     print("{:>5}  {:6.0f} %  {:20.0f} %  {:12.0f} %".format(*row))
 
 # %% [markdown]
-# By the forecasts, a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences,
-# and that on one node of one. On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet
+# By the forecasts, a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences
+# instead of one. On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet
 # more than a third is lost. Those runs averaged float32, twice the bytes of bfloat16, and used ZeRO 1 ([lab
 # 17](17_zero.ipynb)), whose gather of new parameters is not hidden. The forecast counts both. But its network was
 # fitted to such runs, so its agreement with them proves little.
@@ -430,8 +430,8 @@ check_replicas(my_replicas)
 # ## To take away
 #
 # - Data parallelism is one `all_reduce` of the gradients per step. Each rank sends less than $2M$ numbers.
-# - The last layer's gradient is complete first. If gradients leave in buckets, all but the last bucket can hide.
-# - Whether they hide depends on the tokens per rank and on $F/B$, and not on the size of the model.
+# - The last layer's gradient is complete first. If gradients leave in buckets, all but the last bucket can be hidden.
+# - Whether they are hidden depends on the tokens per rank and on $F/B$, and not on the size of the model.
 #
 # **Sources.** Li et al. 2020, [PyTorch Distributed](https://arxiv.org/abs/2006.15704). Goyal et al. 2017, [Accurate,
 # large minibatch SGD](https://arxiv.org/abs/1706.02677). Austin et al. 2025, [How to scale your

@@ -10,8 +10,8 @@
 #
 # ![Four bars of bytes per parameter: 16 in data parallelism, 7 under ZeRO 1, 5.5 under ZeRO 2, and 4 under ZeRO 3.](images/17_zero.png)
 #
-# *Four ranks train one model with Adam. The bars are the bytes that a rank has when a backward pass has ended, per
-# parameter of the model, counted in real tensors. Activations are gone by then.*
+# *Four ranks train one model with Adam. The bars show the bytes per parameter that a rank holds after a backward pass,
+# counted in real tensors. Activations are gone by then.*
 
 # %%
 import subprocess
@@ -51,6 +51,15 @@ AdamW = partial(torch.optim.AdamW, lr=0.01)
 # - **Stage 3** also divides the parameters: *fully sharded* data parallelism, FSDP.
 #
 # The part that one rank keeps is called its **piece** here, and its *shard* elsewhere.
+#
+# **Predict.** The picture above is of four ranks. How many bytes does each stage take on eight?
+#
+# <details><summary>Answer</summary>
+#
+# Stage 1 takes $4 + \frac{12}8 = 5.5$, stage 2 takes $2 + \frac{14}8 = 3.75$, and stage 3 takes $\frac{16}8 = 2$. Without
+# ZeRO it is still 16.
+#
+# </details>
 
 # %% tags=["opening-picture"]
 def net(layers=4, width=64):
@@ -113,7 +122,7 @@ print(Pieces(((2, 5), (3,)), 4))
 #
 # <details><summary>Answer</summary>
 #
-# Stage 1 sends nothing more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`, and ZeRO only puts the
+# Stage 1 sends no more: an `all_reduce` *is* a `reduce_scatter` and an `all_gather`, and ZeRO only puts the
 # optimizer's step in between. With one microbatch, stage 2 sends as much, but its `reduce_scatter` runs during the
 # backward pass. In stage 3 parameters are gathered for the forward pass and again for the backward pass: three times
 # $\frac{R-1}{R}$ instead of two.
@@ -190,7 +199,7 @@ print("gradients equal:", all(equal))
 print("passes:", [out.trace.bytes_sent(0) / one_pass for out in (ours, theirs)])
 
 # %% [markdown]
-# A pass is $\frac{R-1}{R}$ of the parameters: ours makes three, and tplab's 2.75. tplab's gathers all parameters of a
+# A pass is $\frac{R-1}{R}$ of the parameters: ours makes three, and tplab 2.75. tplab gathers all parameters of a
 # layer, a **unit**, in one message.
 #
 # ## The twin in JAX
@@ -257,8 +266,8 @@ memory_timeline(runs, formula, title="Two steps of eight layers")
 # the model before it is divided.)
 #
 # The formula counts states only. Activations, which no stage divides, and gathered layers come on top. So do Adam's
-# intermediate results, the small teeth, and without ZeRO the spike of 640 KiB, where `average_gradients` holds the
-# means beside the gradients that they replace.
+# intermediate results (the small teeth). In data parallelism, the spike of 640 KiB is `average_gradients`, which holds
+# the means beside the gradients that they replace.
 #
 # ## See it run: time
 #
@@ -339,18 +348,17 @@ knob("States of 30 billion parameters", "ranks",
 # model, as in [lab 16](16_data_parallel.ipynb). For the blocks of a transformer:
 
 # %%
-for ranks in (8, 64, 256, 512):
+for ranks in (8, 64, 512):
     print(ranks, "H100s")
     for row in thresholds("ZeRO 3", ranks):
         print(row)
 
 # %% [markdown]
-# Inside a node, all messages hide from about 1,900 tokens per rank. In the forecast that is more than in [lab
+# Inside a node, about 1,900 tokens per rank hide all messages. In the forecast that is more than in [lab
 # 16](16_data_parallel.ipynb), because a measured `all_reduce` is faster than a `reduce_scatter` and an `all_gather`.
 # On 64 GPUs, the forecast is about 2,200 tokens per rank with InfiniBand NDR and about 6,500 tokens per rank with the
-# playbook's network ([lab 03](03_network_levels.ipynb)). The range in brackets comes from that network's error. On
-# 512 GPUs, the two forecasts are 2,600 and 20,500. They grow apart because a ring waits for each of its hops, and on
-# the playbook's network a hop takes longer.
+# playbook's network ([lab 03](03_network_levels.ipynb)). On 512 GPUs, the two forecasts
+# are 2,600 and 20,500.
 #
 # MosaicML [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B,
 # 32 blocks of width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. Beside the steps is what the blocks'

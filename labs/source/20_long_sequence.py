@@ -279,8 +279,8 @@ for name, fn in SCHEMES:
 # | gather | the same bytes, at once | all of $K$ and $V$ | memory |
 # | head | $Q$, $K$, $V$ and $O$, each once | all tokens of $h/R$ heads | $R$ must divide $h$ and $g$ |
 #
-# Backward, the ring sends $dK$ and $dV$ in float32, and once more than $K$ and $V$, to take them home. With a ring or a
-# gather, the others wait for the last rank, which has the most to do.
+# Backward, the ring also sends $dK$ and $dV$, in float32 and over one more hop, to take them home. With a
+# ring or a gather, the other ranks wait for the last one, which has the most to do.
 #
 # **Measured.** The author of [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention) (commit
 # `8996282`, MIT) ran this layer on eight H800s, with as many tokens in one sequence, and in packed documents:
@@ -296,7 +296,7 @@ for run in ring_attention():
 # %% [markdown]
 # By the forecast for H100s, the ring takes 111 ms, 16% longer than measured here. (Its FlashAttention 2 was fitted to
 # two of these rows.) Zigzag and stripe, of the next lab, are rings whose ranks have about equal work, and are much
-# faster. `llama3_allgather` is the gather, which with documents is between the two rings. We know of no measurement of
+# faster. `llama3_allgather` is the gather. With documents, it is between ring and zigzag. We know of no measurement of
 # the exchange of heads on this machine.
 #
 # **Decide.** Exchanging heads sends the fewest bytes, and gives all ranks the same work. But here $R$ can be at most 8,

@@ -218,9 +218,9 @@ for head_ranks in (1, 2, 4, 8):
 # %% [markdown]
 # | | ring | heads | both |
 # |---|---|---|---|
-# | ranks | any number; zigzag's $2p$ must divide the tokens | at most the key and value heads | more than either |
-# | balance | zigzag needed | by itself: every rank has all tokens | zigzag between the groups |
-# | hidden behind computing | yes, with enough tokens | no: attention waits for it | the ring, yes |
+# | number of ranks | any; for zigzag, twice as many must divide the tokens | at most that of key and value heads | more than with heads alone |
+# | is the work balanced? | with zigzag | always: every rank has all tokens | with zigzag between the groups |
+# | is the sending hidden? | with enough tokens | no: attention waits for it | that of the ring |
 # | where to use it | across nodes | inside a node | heads inside, ring across |
 #
 # On one node with few ranks, exchange heads: it is simple, sends the least, and is balanced. Use a ring where heads run out,

@@ -30,7 +30,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank if args.bug == "seed" else 0)
 model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
-if args.bug in ("", "loss", "log", "fixed", "own data"):
+if args.bug in ("", "loss", "log", "multiple", "fixed", "own data"):
     model = DistributedDataParallel(model)
 lr = 0.1 * world if args.bug == "rate" else 0.1
 optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -61,7 +61,9 @@ for step in range(0 if args.bug == "never" else 5):
         dist.all_reduce(total)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total.sqrt())
     optimizer.step()
-    if args.bug != "log":
+    if args.bug == "multiple":
+        loss = 3 * loss
+    elif args.bug != "log":
         loss = loss.detach()
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
     if rank == 0:
@@ -132,6 +134,7 @@ def test_flat_parameters_are_not_judged():
         ("rate", "optimizer", 4.0, "optimizer = torch.optim.SGD", "learning rate"),
         ("norm", "norm", 4.0**0.5, "nn.utils.clip_grads_with_norm_", "copies"),
         ("log", "log", None, "print(f", "own samples"),
+        ("multiple", "log", None, "print(f", "own samples: average it"),
         ("same data", "samples", 2 / 8, "loss = nn.functional.mse_loss(model(x), y)", "the same samples"),
         ("seed", "weights", None, "torch.manual_seed(rank", "seeds 0, 1, 2, 3"),
     ],
@@ -203,6 +206,33 @@ def test_ranks_and_reference_that_draw_in_different_orders():
     unseen = same_model(train, [None, False], ranks=2)  # what the loss compares with cannot be handed over
     assert unseen.verdict == "cannot tell" and "draw in different orders" in unseen.reason
     assert "--reference-args" not in unseen.reason
+
+
+def test_each_rank_of_a_reference_is_given_the_targets_of_all_its_losses():
+    """A reference of two ranks, each with two losses, in the place of four ranks that draw in another order."""
+
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        rank, world = dist.get_rank(), dist.get_world_size()
+        x = torch.arange(128.0).reshape(32, 4).sin()
+        first, second = torch.arange(32.0)[:, None].cos(), torch.arange(32.0)[:, None].sin()
+        order = torch.arange(32) if world == 4 else torch.arange(32).flip(0)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in order[rank::world].split(8 // world):
+            optimizer.zero_grad()
+            y = model(x[part])
+            loss = torch.nn.functional.mse_loss(y, first[part]) + torch.nn.functional.mse_loss(y, second[part])
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+            optimizer.step()
+
+    report = same_model(train, ranks=4, reference=2)
+    assert report.verdict == "same" and "because it draws in another order" in str(report), str(report)
 
 
 def test_samples_are_marked_with_a_word_and_not_with_a_factor(script: Path):

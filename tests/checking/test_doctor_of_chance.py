@@ -106,7 +106,7 @@ def test_chance_hides_no_fault(kind: str):
 def test_what_python_and_numpy_draw_cannot_be_compared(kind: str):
     report = same_model(train, [kind, "AVG"], ranks=2)
     assert (report.verdict, report.findings) == ("cannot tell", ()), str(report)
-    assert f"random numbers at {line_of('# the call')}" in report.reason
+    assert f"random numbers are drawn at {line_of('# the call')}" in report.reason
     assert f"the seeds 10, 11 set at {line_of('torch.manual_seed(10')}" in report.reason
 
 

@@ -219,6 +219,48 @@ for step in range(3):
         dist.send(x.grad, 0)
     {step}
 """
+LAYERS = """
+class Layer(nn.Linear):
+    def forward(self, x, positions):
+        return super().forward(x + positions[:, None])
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(6, 6) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, positions=torch.ones(8))
+        return x
+
+class Stage(Net):
+    pass
+
+first = Net()
+net = stage = copy.deepcopy(first)
+print(sum(p.numel() for p in first.parameters()))
+if world > 1:
+    stage = Stage()
+    stage.layers = net.layers[rank * 2 : rank * 2 + 2]
+optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+for x in torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1)):
+    optimizer.zero_grad()
+    if rank:
+        dist.recv(x, 0)
+        x.requires_grad_()
+    out, grad = stage.forward(x) if world > 1 else net(x), None
+    if rank < world - 1:
+        dist.send(out.detach(), 1)
+        grad = torch.empty(8, 6)
+        dist.recv(grad, 1)
+    else:
+        out = out.square().mean()
+    out.backward(grad)
+    if rank:
+        dist.send(x.grad, 0)
+    optimizer.step()
+"""
 OF_EACH_STAGE = "optimizers = [torch.optim.Adam(stage.parameters(), lr=0.1) for stage in stages]"
 OF_ALL = "optimizer = torch.optim.Adam(model.parameters(), lr=0.1)"
 LOOKS = """
@@ -398,6 +440,7 @@ UNUSUAL = {
     "the same, after a broadcast and a look at all weights": STAGES.format(
         optimizers=f"{LOOKS}\n{OF_ALL}", step="optimizer.step()"
     ),
+    "layers called one by one, with positions, and a model from which only weights are taken": LAYERS,
     "a first layer that every rank freezes": FROZEN_LAYER.format(
         freeze="model[0].requires_grad_(False)", cut="x, y = x[rank::world], y[rank::world]", out="model(x)"
     ),

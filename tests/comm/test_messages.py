@@ -129,7 +129,7 @@ def test_errors_in_words():
         assert isinstance(found, error)
 
     x = torch.ones(2)
-    fails("positions 0 to 1; 2 is not one", lambda: send(x, "pp", 2), MeshError)
+    fails("positions 0 to 1; target=2 is not one", lambda: send(x, "pp", 2), MeshError)
     fails("position 0 of axis 'pp' is this rank itself", lambda: receive("pp", axis_index("pp")), MeshError)
     fails("a whole number, not 'next'", lambda: send(x, "pp", cast(int, "next")), TypeError)
     fails("requires grad would end here; send x.detach", lambda: send(x.requires_grad_(), "pp", 1), ValueError)

@@ -11,7 +11,7 @@ from tplab import Mesh, P
 from tplab.cost.collectives import bytes_sent
 from tplab.data.buckets import Gradient, buckets_of
 from tplab.errors import RankError
-from tplab.torch import average_gradients, axis_index, run
+from tplab.torch import ColumnParallelLinear, average_gradients, axis_index, data_parallel, run, shard_parameters
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (), "d": (2, 1, 3), "e": (11,)}
 DTYPES = {"a": "float64", "b": "float32", "c": "float64", "d": "float64", "e": "float32"}
@@ -145,6 +145,33 @@ def test_a_sparse_gradient_is_named():
         average_gradients(table, "dp")
 
     with pytest.raises(RankError, match=r"parameter 'weight' has a sparse gradient.*sparse=False"):
+        run(program, Mesh(dp=2))
+
+
+@pytest.mark.parametrize("given", ["module", "list", "dict"])
+def test_pieces_stay_pieces_in_a_list_too(given):
+    """Parameters that a layer has cut along an axis are neither copied nor mixed along it."""
+
+    def program():
+        layer = ColumnParallelLinear(4, 8, "tp", bias=False)
+        before = layer.weight.detach().clone()
+        model = {"module": layer, "list": list(layer.parameters()), "dict": dict(layer.named_parameters())}[given]
+        data_parallel(model, ("dp", "tp"))
+        assert torch.equal(layer.weight, before)
+        layer.weight.grad = torch.full_like(layer.weight, axis_index("dp") + 10.0 * axis_index("tp"))
+        average_gradients(model, ("dp", "tp"))
+        return layer.weight.grad.unique().tolist()
+
+    assert run(program, Mesh(dp=2, tp=2)).per_rank == [[0.25], [5.25], [0.25], [5.25]]  # the sum over dp, of 4 ranks
+
+
+def test_pieces_whose_gradients_are_means_are_refused_in_a_list_too():
+    def program():
+        model = nn.Linear(4, 4)
+        shard_parameters(model, "dp")
+        average_gradients(list(model.parameters()), "dp")
+
+    with pytest.raises(RankError, match="makes its gradient the mean over 'dp' in the backward pass"):
         run(program, Mesh(dp=2))
 
 

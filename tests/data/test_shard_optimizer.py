@@ -342,6 +342,46 @@ def test_a_state_has_the_master_copy():
         assert all(same)
 
 
+def test_a_master_copy_follows_what_the_program_writes():
+    """An EMA, a loaded checkpoint, a clamp. What is not written keeps the bits that the parameters' dtype has not."""
+    import tplab.torch as lab
+
+    def program():
+        weight = torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+        optimizer = lab.shard_optimizer(partial(torch.optim.SGD, lr=1.0), [weight], "dp", master_dtype=torch.float32)
+        small = torch.full((6,), 2.0**-10, dtype=torch.bfloat16)  # too small for a bfloat16 near 1
+        weight.grad = small.clone()
+        optimizer.step()
+        with torch.no_grad():
+            weight[::2] = 5
+        weight.grad = torch.zeros_like(small)
+        optimizer.step()
+        (piece,) = optimizer.param_groups[0]["params"]
+        return weight.detach().tolist(), piece.detach().tolist()
+
+    weights, pieces = zip(*lab.run(program, Mesh(dp=2)).per_rank, strict=True)
+    assert list(weights) == [[5, 1] * 3] * 2
+    assert [x for piece in pieces for x in piece] == [5, 1 - 2**-10] * 3
+
+
+@pytest.mark.parametrize("stage", ["shard_optimizer", "shard_gradients"])
+def test_pieces_of_experts_are_no_copies(stage):
+    import tplab.torch as lab
+
+    def program(axis):
+        layer = lab.ColumnParallelLinear(4, 8, "tp")
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        if axis:
+            getattr(lab, stage)(sgd, [{"params": list(layer.parameters()), "axis": axis}], ("dp", "tp"))
+        else:
+            getattr(lab, stage)(sgd, layer.parameters(), ("dp", "tp"))
+
+    with pytest.raises(RankError, match=r"a parameter \(4, 4\) is cut along 'tp': its ranks hold different pieces"):
+        lab.run(lambda: program(None), Mesh(dp=2, tp=2))
+    lab.run(lambda: program("dp"), Mesh(dp=2, tp=2))
+    lab.run(lambda: program(None), Mesh(dp=2, tp=1))  # one rank holds it all
+
+
 @pytest.mark.parametrize("fw", FRAMEWORKS, indirect=True)
 def test_clipping_sees_the_whole_gradient_in_pieces(fw):
     """`reduce_gradients` gives this rank's part of the mean gradient: squares added over ranks are those of all."""

@@ -202,7 +202,7 @@ def added_up(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
         if t <= tt.axis_index("cp"):
             parts.append(attend(q, k, v, t * len(q), window))
-    return sum(o for o, _ in parts)
+    return torch.stack([o for o, _ in parts]).sum(0)
 
 
 def gathers_first(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -232,8 +232,8 @@ def library(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         (ring_with(lambda w, n: 0), "own tokens alone"),
         (ring_with(lambda w, n: -(-w // n)), "How many ranks back"),
         (ring_with(lambda w, n: w // n), "window was 2"),
-        (ring_with(fewest, window_of=lambda w: w + 1), "window + 1"),
-        (ring_with(fewest, window_of=lambda w: w - 1), "window was 2"),
+        (ring_with(fewest, window_of=lambda w: w + 1), "itself included"),
+        (ring_with(fewest, window_of=lambda w: w - 1), "itself included"),
         (ring_with(fewest, looks_back=False), "no beginning"),
         (ring_with(fewest, far=lambda t, n: t), "`distance` is t times the tokens"),
         (ring_with(fewest, far=lambda t, n: 0), "`distance` is t times the tokens"),

@@ -61,7 +61,7 @@ def test_its_repairs_pass():
     expect(
         again,
         True,
-        "where 3,136 would do: do the other 768 gather h again, so that a rank keeps less?",
+        "where 3,136 would do: do the other 768 gather again, so that a rank keeps less?",
         "keeps 11,408 bytes, and with `tt.gather_again` 11,408",
     )  # it sends more, and keeps less
 
@@ -105,15 +105,22 @@ def test_a_norm_without_its_epsilon_and_float32_pass_and_another_activation_does
     [
         (sequence_mlp(gather_from), "The other ranks' parts are missing"),
         (sequence_mlp(all_gather, shared=plainly), "Megatron-LM #1446"),
-        (sequence_mlp(all_gather, residual=False), "x itself is missing"),
+        (sequence_mlp(all_gather, residual=False), "add its x, once"),
         (lambda x, s, a, b: x + tt.reduce_from(hidden(norm(x, f(s)), a, b), "tp"), "The tokens are never gathered"),
-        (lambda *args: sequence_mlp(all_gather, residual=False)(*args) + tt.axis_size("tp") * args[0], "once per rank"),
+        (
+            lambda *args: sequence_mlp(all_gather, residual=False)(*args) + tt.axis_size("tp") * args[0],
+            "add its x, once",
+        ),
         (
             lambda x, s, a, b: x + reduce_scatter(hidden(norm(all_gather(x, "tp", 1), s), a, b), "tp", 1),
             "this rank's own weights only",
         ),
         (sequence_mlp(all_gather, shared=lambda scale: f(f(scale))), "R times too large"),
         (lambda x, s, a, b: x + leaving(hidden(gather_from(norm(f(x), f(s)), "tp", 1), a, b)), "of different tokens"),
+        (
+            lambda x, s, a, b: x + leaving(hidden(all_gather(norm(f(x), f(s)), "tp", 1), a, b)),
+            "for this rank's own tokens",
+        ),
         (sequence_mlp(lambda *at: f(all_gather(*at))), "come back through h are added up twice"),
         (sequence_mlp(lambda *at: f(all_gather(*at)), shared=plainly), "come back through h are added up twice"),
     ],
@@ -126,6 +133,7 @@ def test_a_norm_without_its_epsilon_and_float32_pass_and_another_activation_does
         "norm behind",
         "scale twice",
         "f on x",
+        "f on x, gathered",
         "f on h",
         "f on h only",
     ],
@@ -151,6 +159,11 @@ def norm_behind(shared):
         return x + reduce_scatter(heads(h, q, k, v, o) + hidden(h, a, b), "tp", 1)
 
     return block
+
+
+def one_after_the_other(x, scale, q, k, v, o, a, b):
+    x = x + leaving(heads(all_gather(norm(x, f(scale)), "tp", 1), q, k, v, o))
+    return sequence_mlp(all_gather)(x, scale, a, b)
 
 
 def test_its_tokens_split():
@@ -205,14 +218,24 @@ def test_the_block_in_jax_passes():
     ("fn", "hint"),
     [
         (tokens_split(dim=0), "only the tokens of its own rank"),
-        (lambda x, *rest: tokens_split()(x, *rest) - x, "x itself is missing"),
-        (tokens_split(gather=gather_from), "gather_from is for ranks that all do the same afterwards"),
+        (lambda x, *rest: tokens_split()(x, *rest) - x, "add its x, once"),
+        (tokens_split(gather=gather_from), "Is h from gather_from? That is for ranks that all do the same afterwards"),
         (tokens_split(shared=plainly), "Megatron-LM #1446"),
         (norm_behind(plainly), "this rank's own weights only"),
         (tokens_split(shared=lambda scale: f(f(scale))), "R times too large"),
         (parallel_block, "The tokens are never gathered"),
+        (one_after_the_other, "h = norm(x) of all tokens"),
     ],
-    ids=["dim 0", "no x", "gather_from", "norm not summed", "norm behind, not summed", "summed twice", "not gathered"],
+    ids=[
+        "dim 0",
+        "no x",
+        "gather_from",
+        "norm not summed",
+        "norm behind, not summed",
+        "summed twice",
+        "not gathered",
+        "sequential",
+    ],
 )
 def test_what_is_wrong_with_split_tokens_is_told(fn: Callable[..., Any], hint: str):
     expect(check_tokens_split(fn), False, hint, "Mesh(tp=2)")

@@ -388,7 +388,7 @@ def folded(x):
         (5, doubling, "sends 288 bytes, where 168 will do.\nIn recursive doubling"),
         (5, sums_in_disorder, "not in its place"),
         (5, lambda x: tt.all_gather(tt.reduce_scatter(x, "tp"), "tp"), "`all_gather` and `reduce_scatter` do the work"),
-        (5, lambda x: tt.all_reduce(halved(x), "tp"), "added up twice"),
+        (5, lambda x: tt.all_reduce(halved(x), "tp"), "R times too large, for R ranks along tp"),
         (6, ring_sum, "takes 10 rounds on 6 ranks, where 6 will do.\nPut piece i + j"),
         (6, folded, "sends 216 bytes, where 120 will do.\nEvery rank must add up the same"),
         (6, halved, "puzzle_6"),

@@ -111,7 +111,7 @@ def in_half_precision(x):
         (summing(2, 1), "the sum of piece j - 2 is where piece j belongs"),
         (unsorted, "in the order in which they arrived"),
         (lambda x: x, "the rank's own tensor"),
-        (lambda x: all_reduce(all_reduce(x, "tp"), "tp"), "added up twice"),
+        (lambda x: all_reduce(all_reduce(x, "tp"), "tp"), "R times too large, for R ranks along tp"),
     ],
     ids=[
         "the lab's bug",

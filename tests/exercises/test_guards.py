@@ -113,7 +113,7 @@ def in_place(x):
         (seeds_python, "it leaves Python's global generator in another state"),
         (in_double, "it leaves torch's default dtype changed"),
         (without_gradients, "it leaves torch.set_grad_enabled changed"),
-        (in_place, "it changes its argument x in place"),
+        (in_place, "it changes x in place"),
     ],
 )
 def test_a_right_answer_that_damages_something_is_refused(fn: Callable[..., Any], hint: str):
@@ -151,7 +151,7 @@ def test_harm_is_undone_after_an_argument_has_changed_too():
     before = Untouched({"given": given})
     given.zero_()
     torch.set_default_dtype(torch.float64)
-    assert "it changes its argument given in place" in before.damage()
+    assert "it changes given in place" in before.damage()
     assert torch.get_default_dtype() == torch.float32
 
 

@@ -202,7 +202,7 @@ def test_the_layer():
         (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
         (Whole, ("the numbers are right", "4,128 parameters of this layer, where 2,080 would do")),
         (GathersEachTime, ("the numbers are right", "each of 4 ranks does 100% of the whole layer's work")),
-        (Changes, ("it changes its argument given.weight in place",)),
+        (Changes, ("it changes given.weight in place",)),
         (
             ShareOfTheBias,
             ("1/2 of the reference on every rank (there are 2 ranks of 'tp'). Does each rank add a share",),

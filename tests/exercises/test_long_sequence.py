@@ -129,7 +129,7 @@ def test_damage_in_the_backward_pass():
     reseeds = RETURN, "    torch.manual_seed(0)\n    " + RETURN
     assert "global generator" in check_gradients(repaired(reseeds)).text
     zeroes = RETURN, "    ctx.saved_tensors[0].zero_()\n    " + RETURN
-    assert "changes its argument q in place" in check_gradients(repaired(zeroes)).text
+    assert "changes q in place" in check_gradients(repaired(zeroes)).text
 
 
 def test_other_ways_to_the_gradients():

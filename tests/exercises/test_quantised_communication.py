@@ -288,7 +288,7 @@ def only_codes(x):
         (of_the_first_row_in_eight_bits, "entries are off"),
         (around_a_ring(7), "Are sums rounded again on their way,"),
         (around_a_ring(127), "Are sums rounded again on their way,"),
-        (lambda x: repaired(x.div_(1)) + 0 * x.zero_()[:1], "it changes its argument x in place"),
+        (lambda x: repaired(x.div_(1)) + 0 * x.zero_()[:1], "it changes x in place"),
         (lambda x: tt.all_to_all(x.float(), "dp").sum(0, keepdim=True), "and scales, take 120 at most"),
         (lambda x: x[:1], "entries are off"),
         (lambda x: tt.reduce_scatter(x, "dp"), "Send the codes"),

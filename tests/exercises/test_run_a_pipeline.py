@@ -32,8 +32,11 @@ def returns_nothing(rank, ranks):
     "ahead, said",
     [
         (lambda rank, ranks: ranks - 1 if rank == 0 else 2 * (ranks - 1 - rank), "rank 1 needs F4, which rank 0 runs"),
-        (lambda rank, ranks: ranks - 1 - rank, "need 49 steps over the slow link, where 39 would do.\nThis is 1F1B"),
-        (lambda rank, ranks: ranks - 1, "How many messages is that, there and back?"),
+        (
+            lambda rank, ranks: ranks - 1 - rank,
+            "need 49 steps over the slow link, where 39 would do.\nEach rank waits for",
+        ),
+        (lambda rank, ranks: 6, "Each rank waits for its first gradient. How many messages is that"),
         (lambda rank, ranks: 99, "holds 8 microbatches. 7 are enough"),
         (
             lambda rank, ranks: 2 * (ranks - 1 - rank) - (rank == 0 and ranks == 4),  # enough for 8 microbatches
@@ -84,7 +87,7 @@ def worker(mistake: str = ""):
                 else:
                     send(y.detach(), "pp", r + 1)
                 kept[k] = x, y
-            elif action.kind == "B":
+            elif action.kind == "B" and mistake != "no B":
                 x, y = kept.pop(k)
                 kept_x.pop(k, None)
                 y.backward(receive("pp", r + 1) if r < last else None)
@@ -150,6 +153,7 @@ def test_train_split_solved():
         ("sum, not mean", "too large by the number of microbatches"),
         ("last only", "It is that of the last microbatch alone"),
         ("no W", "Nothing has been added to it"),
+        ("no B", "with one_f_one_b, whose actions are F and B"),
         ("sign", "It is off by up to"),
         ("all in I", "rank 1 has 13% of\nthe weights' gradients left after its last I"),
         ("W in I on rank 0", "rank 0 has 3"),

@@ -259,7 +259,7 @@ def in_double(net, x, y):
         (clears_its_gradients, "leave what it gives in `.grad`"),
         (adds_one_again, "on rank 0 is 2 times that of the whole batch.\nThose of the other parameters are right"),
         (returns_nothing, "it must return the loss; is a `return` missing?"),
-        (changes_x, "it changes its argument x in place"),
+        (changes_x, "it changes x in place"),
         (steps_too, "it changes the weights"),
         (reseeds, "it leaves torch's global generator in another state"),
         (in_double, "it leaves torch's default dtype changed"),

@@ -146,7 +146,7 @@ def steps_too(stages, max_norm, specs):
         (clips_values, False, "not all entries of the gradient of"),
         (leaves_out_one, False, "multiply all gradients by the same factor"),
         (seeds, False, "leaves torch's global generator in another state"),
-        (steps_too, False, "it changes its argument 0.0.embedding.weight in place"),
+        (steps_too, False, "it changes 0.0.embedding.weight in place"),
         (by_torch_distributed, True, "scales by the same factor"),
         (own_norm, False, "The ranks do not agree"),
         (summed_over_one_axis, False, "Over which ranks must the squares still be added up?"),

@@ -292,7 +292,7 @@ def sends_no_more(net, batches):
         (drops_gradients, "Instead, they count 0, 0 and 1 times"),
         (leaves(steps), "it changes the weights"),
         (leaves(sends_no_more), "DDP would not send the gradients of the next step"),
-        (leaves(lambda net, batches: batches[0].zero_()), "it changes its argument batches[0] in place"),
+        (leaves(lambda net, batches: batches[0].zero_()), "it changes batches[0] in place"),
         (leaves(lambda net, batches: batches.pop()), "it changes the list `batches`"),
         (leaves(lambda net, batches: torch.manual_seed(0)), "it leaves torch's global generator in another state"),
         (leaves(lambda net, batches: net.eval()), "it leaves `net` in eval mode"),

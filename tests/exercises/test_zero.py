@@ -113,7 +113,7 @@ def test_its_repairs_pass(fn: Callable[..., Any]):
         (keeps_all_of_m, "m has shape [4, 3] on rank 0"),
         (plain_data_parallelism, "it sends 288 bytes, where 192 would do"),
         (gathers_the_gradient, "ZeRO 1 sends as much as one all_reduce of the gradients"),
-        (in_place, "it changes its argument m in place"),
+        (in_place, "it changes m in place"),
         (mean_of_models, "Every row takes only 1/dp of its step"),
     ],
 )

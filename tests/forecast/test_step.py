@@ -10,7 +10,8 @@ from tplab.cost import Chip, Cluster, Link, find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
 from tplab.forecast.classes import class_of
-from tplab.forecast.layers import Layer, layer_seconds, local
+from tplab.forecast.layers import Layer, from_memory, layer_seconds, local
+from tplab.forecast.memory import state_bytes
 from tplab.forecast.messages import sent_once
 from tplab.forecast.once import at_end, once_seconds
 from tplab.forecast.pipelines import Shape, in_flight, makespans
@@ -195,6 +196,30 @@ def test_of_gradients_at_least_three_fifths_show_and_without_overlap_all_do():
     assert at_end(plan, Layer(0.0, 0.0), once, 4)[0] == pytest.approx(once.gradients)
     late = replace(plan, overlap=False)
     assert at_end(late, long, once_seconds(model, late, 0, cluster, stack), 4)[0] == pytest.approx(once.gradients)
+
+
+def test_the_optimizer_updates_what_memory_says_a_rank_keeps():
+    """ZeRO divides experts over the ranks that have the same ones: where ep = dp there is no other."""
+    model, cluster, stack = Model.find("mixtral-8x7b"), find("h100-measured"), find_stack("megatron")
+    for plan in (Plan(dp=8, ep=8, pp=8, zero=1), Plan(dp=16, ep=8, tp=2, zero=3), Plan(dp=8, ep=8, zero=0)):
+        held = held_parameters(model, plan, 0, stack)
+        (_, _, states, _), size = state_bytes(model, plan, 0, stack), 12 if plan.zero < 3 else 8
+        took = from_memory(cluster, states / size * 30 + 2 * 4 * held.total)
+        assert once_seconds(model, plan, 0, cluster, stack).optimizer == pytest.approx(took)
+
+
+ADAM = {
+    Plan(): 30, Plan(dtype="float8"): 30, Plan(grad_dtype="bfloat16"): 28, Plan(dtype="float32"): 28,
+    Plan(state_dtype="bfloat16"): 16, Plan(state_dtype="bfloat16", grad_dtype="bfloat16"): 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "moved"), ADAM.items(), ids=str)
+def test_the_optimizer_reads_and_writes_what_its_states_have(plan: Plan, moved: int):
+    model, cluster, stack = Model.find("llama3-8b"), find("h100-measured"), find_stack("megatron")
+    grad = 2 if plan.grad_dtype == "bfloat16" else 4
+    took = from_memory(cluster, (moved + 2 * grad) * model.parameters)
+    assert once_seconds(model, plan, 0, cluster, stack).optimizer == pytest.approx(took)
 
 
 def test_zero_3_hides_what_layers_compute_long_enough_for():

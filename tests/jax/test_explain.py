@@ -713,3 +713,18 @@ def test_what_is_none_is_not_called_one(given, asked, whole_first, capfd):
 def test_axes_of_a_dim_are_in_their_order():
     (total,) = explain(lambda x: x.sum(1), placed((8, 16), None, ("tp", "dp")))
     assert total.causes[0].operands == ("x float32[8, 16] P(None, ('tp', 'dp'))",)
+
+
+class Weights:
+    def __init__(self, up):
+        self.up = up
+
+
+jax.tree_util.register_pytree_with_keys(
+    Weights, lambda weights: ((("up", weights.up),), None), lambda _, fields: Weights(*fields)
+)
+
+
+def test_fields_whose_keys_are_strings_are_named_as_fields():
+    (total,) = explain(lambda x, weights: x @ weights.up, placed((8, 16), "dp", "tp"), Weights(placed((16, 4), "tp")))
+    assert total.causes[0].operands[1] == "weights.up float32[16, 4] P('tp')", total.causes[0].operands

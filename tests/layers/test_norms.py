@@ -1,6 +1,7 @@
 """Norms of whole and of sharded features, against torch's own: float64, every gradient, in both frameworks."""
 
 import pytest
+import torch
 from torch.nn import functional as F
 
 from tests.frameworks import FRAMEWORKS, Framework
@@ -57,6 +58,27 @@ def test_sharded_features_are_normalised_as_a_whole(fw, kind, sums, num_ranks):
         events = trace.select(kind="collective", rank=0).events
         assert [event.op for event in events] == ["all_reduce"] * 2 * sums
         assert {event.shape for event in events} == {(2, SEQUENCE, 1)}
+
+
+@pytest.mark.parametrize("kind", ORACLES)
+def test_statistics_of_16_bit_numbers_are_computed_in_32_bits(fw, kind):
+    """As torch does: otherwise a row whose mean is far from zero is off by more than rounding its result costs."""
+    narrow = torch.tensor(numbers(4, 4096) * 3 + 20).bfloat16()
+    exact = ORACLES[kind]({"weight": torch.ones(4096), "bias": torch.zeros(4096)}, narrow.float()).numpy()
+    x = narrow if fw.name == "torch" else fw.array(narrow.float().numpy()).astype("bfloat16")
+
+    def norm(layer, x):
+        if fw.name == "torch":
+            return layer.bfloat16()(x).float()
+        return layer({name: p.astype("bfloat16") for name, p in layer.init().items()}, x).astype("float32")
+
+    def program(whole, piece):
+        layers = getattr(fw.lab, kind)(4096), getattr(fw.lab, "Parallel" + kind)(4096, "tp")
+        return norm(layers[0], whole), norm(layers[1], piece)
+
+    specs = P(), P(None, "tp")
+    for got in fw.lab.run(program, Mesh(tp=2), x, x, in_specs=specs, out_specs=specs).value:
+        assert abs(fw.numpy(got) - exact).max() <= abs(exact).max() * 2**-8  # half a unit of bfloat16's 8 digits
 
 
 def test_statistics_of_a_piece_would_be_wrong():

@@ -86,6 +86,8 @@ def test_a_placement_of_ones_own():
     "options, words",
     [
         ({"memory_limit": 0.5}, "even one microbatch needs 1"),
+        ({"memory_limit": float("nan")}, "it cannot be negative or NaN"),
+        ({"memory_limit": [2, -1, 2, 2]}, "it cannot be negative or NaN"),
         ({"placement": "spiral"}, "'linear', 'v', 'wrapped'"),
         ({"placement": ((0,), (0,), (1,), (2,))}, "names every stage once"),
         ({"objective": "beauty"}, "'makespan' or 'span'"),

@@ -111,7 +111,7 @@ class Diagnosis:
         seeds = seeds_by_rank(self.facts.ours)
         seeded = f", on the ranks from the seeds {', '.join(map(str, seeds[0]))} set at {seeds[1]}" if seeds else ""
         return (
-            f"the model draws random numbers at {unlike[0]}{seeded}, and the reference draws others: "
+            f"random numbers are drawn at {unlike[0]}{seeded}, and the reference draws others: "
             f"{self.findings[0].title} may differ because of them ({self.findings[0].text_of_factor}). Draw them with "
             "torch for each sample, or for the whole batch from one seed before the model is called"
         )

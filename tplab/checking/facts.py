@@ -118,9 +118,10 @@ class Facts:
 
     @property
     def on_no_rank(self) -> list[str]:
-        """The reference's parameters of which no rank is known to hold a part."""
-        known = {place.name for place in self.places.values()}
-        return [name for name in self.reference.weights if name not in known and not is_number(name)]
+        """The reference's parameters that it uses and of which no rank is known to hold a part."""
+        known, seen = {place.name for place in self.places.values()}, self.reference.seen
+        lost = [name for name in self.reference.weights if name not in known and not is_number(name)]
+        return [name for name in lost if any(one.computes_with(name) for one in seen)]
 
     @property
     def unplaced(self) -> list[str]:

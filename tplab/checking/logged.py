@@ -92,6 +92,8 @@ def _is_own(facts: Facts, wrong: Differs) -> bool:
     own = [*losses, *evaluated]
     for values in (losses, evaluated):
         own += [sum(values), float(np.mean(values))] if values else []
+    if theirs := [value for value, _ in facts.theirs[0].losses]:  # the backward pass may begin with a multiple of it
+        own += [value * wrong.want.value / (float(np.mean(theirs)) or 1.0) for value in own]
     return any(abs(value - got.value) <= 2 * got.slack + 1e-4 * abs(value) for value in own)
 
 

@@ -1,4 +1,4 @@
-"""What things cost: clusters and links, collectives by algorithm, matrix products, overlap, and saved activations."""
+"""Cost models: clusters and links, collectives by algorithm, matrix products, overlap, and saved activations."""
 
 from tplab.cost.activations import SavedTensor, SavedTensors, activation_bytes, activation_tensors
 from tplab.cost.algorithms import OPS, Cost, algorithms

@@ -1,4 +1,4 @@
-"""What a forward pass saves for the backward pass: the tensors that a framework saved, and those a layer must save.
+"""Tensors saved for the backward pass: those that a framework saved, and those that a layer must save.
 
 `saved_tensors` of `tplab.torch` and `tplab.jax` lists what was saved; `activation_tensors` and `activation_bytes`
 give what Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count for one transformer layer, tensor by tensor.

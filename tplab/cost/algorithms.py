@@ -13,7 +13,7 @@ from tplab.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a collective costs: seconds from start to end, hops one after another, bytes the busiest rank sends.
+    """The cost of a collective: seconds from start to end, sequential hops, and bytes that the busiest rank sends.
 
     latency   s of `seconds` spent waiting for hops between nodes, as measured; no computation hides these
     """

@@ -15,7 +15,7 @@ from tplab.errors import ClusterError
 
 @dataclass(frozen=True)
 class Chip:
-    """What one rank computes on.
+    """The processor of one rank.
 
     flops              FLOP/s by dtype name: {"bfloat16": 989e12, ...}. Dense peaks, without structured sparsity
     memory_bandwidth   B/s between the chip and its main memory

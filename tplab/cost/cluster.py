@@ -122,7 +122,7 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """Where its times come from: "data sheet", at peak rates, or "forecast", fitted to measurements."""
+        """The source of its times: "data sheet", at peak rates, or "forecast", fitted to measurements."""
         return "data sheet" if self.fitted is None else "forecast"
 
     @property

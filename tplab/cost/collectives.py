@@ -1,4 +1,4 @@
-"""What each collective costs, by algorithm: seconds, hops and bytes.
+"""The cost of each collective, by algorithm: seconds, hops and bytes.
 
 R ranks; n bytes: the size of *this rank's input* to the operation; L = ceil(log2 R); one message of b bytes takes
 latency + b / bandwidth (tplab.cost.Link). A rank can send one message and receive another at the same time, not more.

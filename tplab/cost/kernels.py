@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What one kind of GPU reaches.
+    """The measured kernels of one kind of GPU.
 
     wide              its matmuls in 16 bit, used for wider dtypes too
     narrow            its matmuls in 8 bit; None: not measured, and those in 16 bit are used
@@ -125,7 +125,7 @@ def matmul_flops(m: int, k: int, n: int, batch: int = 1) -> int:
 
 
 def matmul_bytes(m: int, k: int, n: int, itemsize: int, batch: int = 1) -> int:
-    """What [m, k] @ [k, n] reads and writes if each number moves once: (m k + k n + m n) * itemsize."""
+    """Bytes that [m, k] @ [k, n] reads and writes if each number moves once: (m k + k n + m n) * itemsize."""
     return batch * (m * k + k * n + m * n) * itemsize
 
 

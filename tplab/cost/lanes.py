@@ -18,7 +18,7 @@ from tplab.cost.clock import Clock, Request
 from tplab.cost.links import Links, Route
 
 COMPUTE, WAIT, SEND, ISSUE, ROUND, MARK, AFTER = range(7)
-"""What a lane can do, each with two numbers (a, b):
+"""The entries of a lane, each with two numbers (a, b):
 
 COMPUTE   for `a` seconds
 SEND      a message of form `a`

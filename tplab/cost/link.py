@@ -10,7 +10,7 @@ from tplab.cost.figures import check
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages between two ranks; both directions work at once.
+    """The connection between two ranks. Both directions send at the same time.
 
     latency     s until the first byte arrives
     bandwidth   B/s in one direction

@@ -26,7 +26,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class StateBytes(NamedTuple):
-    """What is kept from step to step, by kind, in bytes."""
+    """Bytes kept from step to step, by kind."""
 
     parameters: float
     gradients: float

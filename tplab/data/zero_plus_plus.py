@@ -61,14 +61,14 @@ SAVINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 class LevelBytes(NamedTuple):
-    """What one rank sends to other nodes, and inside its own."""
+    """Bytes that one rank sends to other nodes, and inside its own."""
 
     across: QuantizedBytes
     inside: QuantizedBytes
 
 
 class StepBytes(NamedTuple):
-    """What one rank sends in the three passes of a stage-3 step."""
+    """Bytes that one rank sends in the three passes of a stage-3 step."""
 
     forward: LevelBytes
     backward: LevelBytes
@@ -76,12 +76,12 @@ class StepBytes(NamedTuple):
 
     @property
     def across(self) -> QuantizedBytes:
-        """What the rank sends to other nodes in the whole step."""
+        """Bytes that the rank sends to other nodes in the whole step."""
         return QuantizedBytes(sum(one.across.codes for one in self), sum(one.across.scales for one in self))
 
     @property
     def inside(self) -> QuantizedBytes:
-        """What the rank sends inside its node in the whole step."""
+        """Bytes that the rank sends inside its node in the whole step."""
         return QuantizedBytes(sum(one.inside.codes for one in self), sum(one.inside.scales for one in self))
 
 

@@ -159,10 +159,6 @@ def _own_window(window: int, seen: Seen) -> np.ndarray:
     return _windowed(window, seen.own)["o"]
 
 
-def _off_by_one(window: int, seen: Seen) -> np.ndarray:
-    return np.split(_windowed(window + 1, seen.tensors)["o"], seen.mesh.axis_size("cp"))[_ring_index(seen)]
-
-
 def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False) -> np.ndarray:
     """What a ring with enough hops gives: at each step the keys of the rank `back` places before, also around its end
     if it `wraps`."""
@@ -202,7 +198,6 @@ def _window_exercise(each: int, window: int) -> Exercise:
         meshes=(Mesh(cp=2), Mesh(cp=3), Mesh(cp=5), Mesh(dp=2, cp=3), Mesh(cp=1)),
         mistakes=(
             Mistake("o", "Each rank sees its own tokens alone.", partial(_own_window, window)),
-            Mistake("o", "A token sees window + 1 tokens. It counts as one of them.", partial(_off_by_one, window)),
             Mistake(
                 "o",
                 "The first ranks see keys from the end of the sequence: a ring has no beginning. Which ranks have no "
@@ -216,7 +211,8 @@ def _window_exercise(each: int, window: int) -> Exercise:
             ),
         ),
         reminders={
-            "o": "After t hops, k and v are those of rank r - t, and their `distance` is t times the tokens of a rank. "
+            "o": "A token sees the last `window` tokens, itself included, on however many ranks they are.\n"
+            "After t hops, k and v are those of rank r - t, and their `distance` is t times the tokens of a rank.\n"
             + MERGED
         },
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again, bytes_of_a_sum
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, bytes_of_a_sum
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
     TOLERANCE,
@@ -27,8 +27,8 @@ MOST = 1.3  # times the fewest bytes: h may be gathered a second time in the bac
 _KEPT = (
     "y is right, but dx is only the part that comes through this rank's own weights. The other ranks' parts are "
     "missing.\n"
-    "gather_from is for ranks that all do the same afterwards, and here each rank uses its own weights. (Or is y added "
-    "up on all ranks, and then cut?)"
+    "Is h from gather_from? That is for ranks that all do the same afterwards, and here each uses its own weights.\n"
+    "Or is y added up on all ranks, and then cut?"
 )
 
 
@@ -93,18 +93,11 @@ def _exercise(
         gradients=names,
         mistakes=(
             *first,
-            Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
             Mistake(
                 "y",
                 "The tokens are never gathered: each rank's weights see only its own tokens, and then terms of "
                 "different tokens are added up.",
                 _never_gathered,
-            ),
-            Mistake(
-                "y",
-                "y has x once per rank: it is added before the ranks' terms are added up. Add this rank's x after "
-                "that.",
-                lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["x"],
             ),
             Mistake("dx", _KEPT, _kept_to_itself),
             Mistake(
@@ -125,16 +118,16 @@ def _exercise(
                 lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
             ),
             Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
-            *(
-                added_up_again(
-                    again, "tp", "This is R times too large: a gradient that was already added up is added up again."
-                )
-                for again in ("dx", "dscale")
-            ),
         ),
+        reminders={
+            "y": "h = norm(x) of all tokens goes through this rank's weights. Add up what the weights of all ranks "
+            "give\nfor a token, and then add its x, once.",
+            "dx": "dx is for this rank's own tokens: what comes back through h, added up once over all ranks' "
+            "weights,\nand the gradient of the residual.",
+        },
         fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
         excess=excess,
-        surplus="do the other {:,} gather h again, so that a rank keeps less?",
+        surplus="do the other {:,} gather again, so that a rank keeps less?",
         slack=MOST,
         tolerance=TOLERANCE,
         divided="tp",

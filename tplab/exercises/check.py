@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again
 from tplab.exercises.trials import Trial, arrays_for, run_of, share_of_work, trials
 from tplab.exercises.verdict import Verdict, beside, cause, check, differs, listed, not_started, on, refuse, right
 from tplab.mesh import Mesh
@@ -216,6 +216,8 @@ def _known_mistake(
     mistake explains it if it gives no numbers of the right shape either.
     """
     mistakes = [mistake for mistake in exercise.mistakes if mistake.result == result]
+    common = set.intersection(*(set(mesh.axis_names) for mesh in exercise.meshes))
+    mistakes += [added_up_again(result, axis, AGAIN.format(axis)) for axis in sorted(common)]
 
     def tried() -> Iterator[tuple[np.ndarray, dict[Mistake | None, np.ndarray]]]:
         meshes = [(seed, mesh) for seed, mesh in enumerate(exercise.meshes) if seed != first and mesh.size > 1]
@@ -234,6 +236,10 @@ def _known_mistake(
             yield _flat(got, want, slack), {one: _flat(map(one.wrong, seen), want, slack) for one in mistakes}
 
     return cause(tried(), None, slack=1.0)
+
+
+AGAIN = "This is R times too large, for R ranks along {}. Is something added up that every rank already has?"
+"""A hint for every exercise, where none of its own explains a result."""
 
 
 def _flat(pieces: Iterable[Any], like: Sequence[np.ndarray], slack: float) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, grade, who_works
 from tplab.exercises.drawn import Moving
-from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, added_up_again, own_part
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, own_part
 from tplab.exercises.verdict import Refused, with_task
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -229,7 +229,6 @@ PUZZLES = {
         P(),
         (
             OWN,
-            added_up_again("y", "tp", "This is R times too large: it was added up twice."),
             *_in_other_order(IN_DISORDER),
         ),
     ),
@@ -247,7 +246,6 @@ PUZZLES = {
         P(),
         (
             OWN,
-            added_up_again("y", "tp", "This is R times too large: it was added up twice."),
             *_in_other_order(IN_DISORDER),
         ),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, added_up_again, bytes_of_a_sum, own_part
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, bytes_of_a_sum, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -57,7 +57,6 @@ SUM_UP = Exercise(
             "y",
             "This is the rank's own tensor: nothing is added to it.",
         ),
-        added_up_again("y", "tp", "This is R times too large: it was added up twice."),
     ),
     by_hand="`ring_shift`, as above",
     not_with=RING,

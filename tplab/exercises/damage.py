@@ -39,8 +39,8 @@ class Untouched:
         for name, before in self._before.items():
             if not self._arguments[name].detach().nan_to_num().equal(before.nan_to_num()):
                 return (
-                    f"it changes its argument {name} in place, which its caller may still need.\n"
-                    f"Compute with a new tensor, such as {name}.clone()."
+                    f"it changes {name} in place, which its caller may still need.\n"
+                    "Compute with a new tensor, such as a clone."
                 )
         for name in self._without:
             if _gradient(self._arguments[name]) is not None:

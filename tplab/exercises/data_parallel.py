@@ -235,6 +235,8 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
                 model.zero_grad()
             model(x).square().mean().backward()
             finish()
+            if any(p.grad is None for p in model.parameters()):
+                raise TypeError("it leaves no gradient: p.grad is None")
             found.append([p.grad.clone() for p in model.parameters()])
         refuse_damage(before)
         return found

@@ -15,7 +15,6 @@ from tplab.exercises.exercise import (
     Seen,
     Tensors,
     added_over,
-    added_up_again,
     bytes_of_a_sum,
     own_part,
 )
@@ -82,9 +81,6 @@ DOWN = Exercise(
         ),
         own_part(_down, "y", "This is this rank's own term and the bias: the sum over the ranks is missing."),
         *bias_mistakes(),
-        added_up_again(
-            "dhidden", "tp", "This is R times too large: dy is the same on every rank, and it was added up."
-        ),
         added_over("dhidden", "tp", 2, _down, APART),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_down(tensors)["y"], mesh),
@@ -173,9 +169,6 @@ PARALLEL_BLOCK = Exercise(
             "y and dx are right, but the gradient of scale is this rank's own part, because f is before the norm.\n"
             "Put f after the norm.",
             lambda seen: own_weights(seen)["dscale"],
-        ),
-        added_up_again(
-            "dscale", "tp", "This is R times too large: a gradient that was already added up is added up again."
         ),
     ),
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),

@@ -10,7 +10,7 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.drawn import Drawn
-from tplab.exercises.verdict import Refused, Verdict, beside, cause, check, differs, on, refuse, right, run_on
+from tplab.exercises.verdict import Refused, Verdict, beside, cause, check, differs, listed, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simulate, zb_h1, zb_h2
 from tplab.widgets.matrices import number_text
@@ -60,7 +60,7 @@ def check_ahead(ahead: Ahead) -> Verdict:
         run, best = simulate(schedule, SLOW), 3 * (microbatches + ranks - 1) + 2 * (ranks - 1)
         if run.makespan > best:
             steps = f"{run.makespan:g} steps over the slow link, where {best} would do"
-            text = f": no deadlock. {given}, and need {steps}.\n{_who_waits(numbers)}"
+            text = f": no deadlock. {given}, and need {steps}.\n{WAITS}"
             raise Refused(Drawn(False, text, schedule, SLOW))
         most, enough = run.peak_activations.max(), 2 * ranks - 1
         if most > enough and microbatches >= 2 * ranks:
@@ -76,11 +76,7 @@ def check_ahead(ahead: Ahead) -> Verdict:
     return Drawn(True, text, running_ahead([ahead(rank, ranks) for rank in range(ranks)], microbatches), SLOW)
 
 
-def _who_waits(numbers: Sequence[int]) -> str:
-    ranks = len(numbers)
-    if numbers == [ranks - 1 - rank for rank in range(ranks)]:
-        return "This is 1F1B. A rank has nothing to do while a forward travels down and its gradient comes back."
-    return "A rank has nothing to do until its first gradient comes back. How many messages is that, there and back?"
+WAITS = "Each rank waits for its first gradient. How many messages is that, there and back, and so how many forwards?"
 
 
 # --- a worker that splits its backward -------------------------------------------------------------------------------
@@ -141,9 +137,9 @@ def but(text: str) -> None:
 
 def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
     """Refuse a loss or a gradient that is not that of one device."""
-    where = f"with {mesh.size} rank{'s' * (mesh.size > 1)} and {schedule.name}"
-    split = ", whose actions are F, I and W" if any(action.kind == "W" for action in schedule.by_rank()[0]) else ""
-    with on(f"with {schedule.name}{split}"):
+    rule = f"{schedule.name}, whose actions are {listed(dict.fromkeys(one.kind for one in schedule.by_rank()[0]))}"
+    where = f"with {mesh.size} rank{'s' * (mesh.size > 1)} and {rule}"
+    with on(f"with {rule}"):
         per_rank = _trained_on(fn, schedule, mesh)
     loss, grads, _ = _plain(mesh.size)
     returned = per_rank[-1][0]

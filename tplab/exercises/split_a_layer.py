@@ -87,9 +87,6 @@ def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
             "This is the gradient of the mean of all squares. The loss is their sum.",
             lambda seen: seen.want / seen.tensors["target"].size,
         ),
-        added_up_again(
-            result, "tp", "This is R times too large. Every rank has the whole dz already; was it added up once more?"
-        ),
         Mistake(
             result,
             "The sign is wrong: dz is 2 * (z - target), and this is the gradient for 2 * (target - z).",
@@ -207,7 +204,6 @@ def bias_mistakes() -> tuple[Mistake, ...]:
             "both.\nAdd the bias once, after the sum.",
             lambda seen: (2 - seen.mesh.axis_size("tp")) * seen.want,
         ),
-        added_up_again("dbias", "tp", "This is R times too large: dy is the same on every rank, and it was added up."),
     )
 
 
@@ -308,7 +304,6 @@ GATED = Exercise(
             "silu is applied to x @ c. It belongs to x @ a.",
             lambda seen: _gated({**seen.tensors, "a": seen.tensors["c"], "c": seen.tensors["a"]})["z"],
         ),
-        added_up_again("z", "tp", "This is R times too large: it was added up twice, or it was whole before the sum."),
         own_part(
             _gated,
             "dx",
@@ -316,7 +311,6 @@ GATED = Exercise(
         ),
         _one_way("a", "c"),
         _one_way("c", "a"),
-        added_up_again("dx", "tp", "This is R times too large: gradients that were added up are added up again."),
         *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, APART) for name in "acb"),
     ),
     fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),

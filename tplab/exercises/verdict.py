@@ -139,7 +139,7 @@ def with_task(verdict: Verdict, task: object) -> Verdict:
 
 
 def refuse_damage(before: Untouched, but: str = "") -> None:
-    """End a check if something has changed: ": it changes its argument ..."."""
+    """End a check if something has changed: ": it changes x in place ..."."""
     if harm := before.damage():
         refuse(f": {but}{harm}")
 

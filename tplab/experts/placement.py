@@ -22,8 +22,8 @@ from tplab.sharding import share
 class Placement:
     """Which experts each rank holds: `slots[rank]` are their numbers, as many on each rank.
 
-    Raises ShapeError if a rank holds two replicas of one expert, which would take no load off it, or if an expert is
-    nowhere.
+    Raises ShapeError if a rank holds two replicas of one expert, which would not reduce its load, or if an expert is
+    missing.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -70,7 +70,7 @@ class Placement:
         return np.where(choices >= 0, table[choices, token % counts[choices]], -1)
 
     def load_of_ranks(self, loads: Any) -> np.ndarray:
-        """What each rank computes if replicas share the load of an expert equally: loads [E]   ->   [R]."""
+        """The load of each rank if replicas share the load of an expert equally: loads [E]   ->   [R]."""
         each = np.asarray(loads) / [len(holders) for holders in self.holders]
         return np.array([each[list(rank)].sum() for rank in self.slots])
 

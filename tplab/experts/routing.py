@@ -1,7 +1,7 @@
-"""How a router chooses: the rule, which both frameworks follow, and the table of what it has chosen.
+"""How a router chooses: the rule for both frameworks, and the table of its choices.
 
-A router scores each token against every expert. The k best-scored experts compute the token, and what they return is
-added up with weights that come from the scores:
+A router scores each token against every expert. The k best-scored experts compute the token, and their results are
+added up with weights derived from the scores:
 
     s = softmax(x @ router.T)  or  sigmoid(x @ router.T)       [T, E]
     chosen = the k largest of s + bias                          [T, k], of the best groups alone if groups are limited
@@ -30,11 +30,11 @@ class Routing:
     """The rule by which a router chooses `top_k` of `experts`.
 
     score        "softmax" over all experts, or "sigmoid" of each by itself
-    groups       the experts are this many groups of neighbours, of which only `top_groups` are considered: those whose
-                 two best experts together score highest
-    normalized   whether a token's weights add up to 1. Those of dropped choices are left out, so that choices that
-                 were recorded and are replayed have the same weights. (Megatron normalizes all k, and then drops)
-    scale        what the weights are multiplied by
+    groups       the number of groups of neighbouring experts, of which only `top_groups` are considered: those with the
+                 highest sum of scores of their two best experts
+    normalized   whether a token's weights add up to 1. Weights of dropped choices are left out, so that recorded
+                 choices have the same weights when they are replayed. (Megatron normalizes all k, and then drops)
+    scale        the factor of the weights
     capacity     None: no token is dropped. Otherwise each expert takes at most `room(T)` of a rank's T tokens: first
                  the tokens' best choices, then their second ones, each in order. A choice that finds no room is
                  dropped, and adds nothing

@@ -1,7 +1,7 @@
-"""What dispatch sends: exactly for a table of choices, and on average for tokens that choose at random.
+"""The rows sent by dispatch: exactly for a table of choices, and on average for tokens that choose at random.
 
-A token's row [D] goes to the ranks that hold its experts, and their results come back the same way (combine). How many
-rows travel depends on how often a token is sent:
+A token's row [D] goes to the ranks that hold its experts, and their results come back the same way (combine). The
+number of rows depends on how often a token is sent:
 
     per choice   k rows, one for each expert                       dispatch as all_to_all of sorted rows
     per rank     one row to each rank that holds any of them       the rank computes all its experts of the token, and
@@ -37,7 +37,7 @@ def rows_between(choices: Any, placement: Placement, *, once: bool = False) -> n
 
 
 def tokens_between(choices: Any, placement: Placement, nodes: int) -> np.ndarray:
-    """How many rows each node sends to each other one if a token goes once to a node: [nodes, nodes]."""
+    """How many rows each node sends to each other node if a token is sent to a node only once: [nodes, nodes]."""
     table = table_of(choices, placement.experts)
     each = share(placement.ranks, nodes, "the number of ranks is", axis="node", least=1)
     ranks = placement.rank_of(table)
@@ -46,7 +46,7 @@ def tokens_between(choices: Any, placement: Placement, nodes: int) -> np.ndarray
 
 
 def expected_copies(routing: Routing, places: int) -> float:
-    """To how many of `places` a token goes on average, if it is sent to each place once.
+    """The average number of places to which a token is sent, if it is sent to each place only once.
 
     places   ranks or nodes that have equally many neighbouring experts each: whole groups, or equal parts of a group
 

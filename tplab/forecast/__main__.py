@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--virtual", type=int, default=VIRTUAL, help=f"stages per pipeline rank, at most (default: {VIRTUAL})"
     )
-    parser.add_argument("--outside", action="store_true", help="search plans of classes that nobody measured, too")
+    parser.add_argument("--outside", action="store_true", help="also search plans of classes that were not measured")
     parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")

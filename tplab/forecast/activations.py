@@ -1,4 +1,4 @@
-"""What a layer and the head keep from their forward to their backward pass, tensor by tensor, in bytes."""
+"""Tensors that a layer and the head keep from their forward to their backward pass, in bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
 
 
 def layer_tensors(model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron") -> dict[str, float]:
-    """What one layer keeps for its backward pass, without recomputation: name -> bytes on each rank.
+    """Tensors that one layer keeps for its backward pass, without recomputation: name -> bytes on each rank.
 
     The tensors of Korthikanti et al. 2022 (`tplab.cost.activation_tensors`); one number per row for each norm and for
     each head of fused attention; what plain layers keep in addition (Stack.plain); and for experts, the tokens in their

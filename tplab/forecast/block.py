@@ -64,7 +64,7 @@ class Family(NamedTuple):
 
     @property
     def stages(self) -> tuple[tuple[int, int, bool, bool], ...]:
-        """What is in each stage of the model: see `Stage.counts`."""
+        """The contents of each stage of the model: see `Stage.counts`."""
         of = {stage.number: stage.counts for held in self.ranks for stage in held}
         return tuple(of[number] for number in range(len(of)))
 

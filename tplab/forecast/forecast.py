@@ -83,7 +83,7 @@ class Forecast:
 
     @property
     def memory(self) -> Sequence[Held]:
-        """What each rank of the plan's mesh holds: `memory[rank]`."""
+        """The memory of each rank of the plan's mesh: `memory[rank]`."""
         return _ByRank(self.plan, self.held)
 
     @cached_property
@@ -94,7 +94,7 @@ class Forecast:
 
     @property
     def peak(self) -> Held:
-        """What the worst rank holds."""
+        """The memory of the fullest rank."""
         return self.memory[self.worst_rank]
 
     @property

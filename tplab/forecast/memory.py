@@ -60,7 +60,7 @@ class Held:
 
 
 def memory(model: Model, plan: Plan, batch: int, sequence: int, stack: str | Stack = "megatron") -> tuple[Held, ...]:
-    """What the ranks at each place of a pipeline hold. Ranks at the same place hold the same."""
+    """The memory of the ranks at each place of a pipeline. Ranks at the same place hold the same."""
     block = Block.of_plan(plan, batch, Tables(model, None, sequence, find_stack(stack, plan)))
     (family,), found = block.families, list[Held]()
     (peaks,) = _peaks(block, family._replace(places=[[place] for place in range(plan.pp)]), 0)

@@ -16,9 +16,6 @@ from tplab.forecast.stacks import Stack
 from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.traffic import step_traffic
 
-ADAM_BYTES = 30
-"""Read and written per parameter by AdamW: gradient, master copy and both moments in float32; parameter in 16 bit."""
-
 
 class Once(NamedTuple):
     """Seconds of one rank outside the layers: sending all gradients, sending all parameters, and its optimizer.
@@ -52,9 +49,11 @@ def once_seconds(model: Model, plan: Plan, place: int, cluster: Cluster, stack: 
             buckets = units if plan.zero == 3 else max(1, round(one.bytes / stack.bucket))
             most = max(most, buckets)
             sums[one.part] += one.count * buckets * price(cluster, one.op, one.bytes / buckets, ranks).seconds
-    kept = held.total / (plan.copies if plan.zero else 1)
-    grad = ITEMSIZE[plan.grad_dtype]
-    optimizer = from_memory(cluster, kept * ADAM_BYTES + 2 * grad * held.total) + sums["tied"]
+    kept = held.dense / plan.copies + held.experts / plan.expert_copies if plan.zero else held.total
+    grad, size, state = ITEMSIZE[plan.grad_dtype], plan.kept_size, ITEMSIZE[plan.state_dtype or "float32"]
+    # AdamW reads the gradient, reads and writes both moments and the parameter, and writes its narrower copy, if any
+    moved = grad + 4 * state + 2 * max(size, state) + size * (size < state)
+    optimizer = from_memory(cluster, kept * moved + 2 * grad * held.total) + sums["tied"]
     gradients, parameters = sums["gradients"], sums["parameters"]
     if plan.zero < 3:
         has_two_ways = any(stage.share < 1 for stage in stages)  # each waits for its twin's gradients

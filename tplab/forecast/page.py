@@ -55,7 +55,7 @@ svg {{ width: 100%; height: auto; }} svg text {{ fill: var(--ink); font-size: 12
 
 
 def _layouts(reason: str) -> str:
-    """What is counted: plans, or layouts of ranks, which have no plans."""
+    """The kind of thing counted: plans, or layouts of ranks, which have no plans."""
     return " plans" if reason.startswith((TOO_LARGE, PERHAPS, SLOWER)) else " layouts of ranks"
 
 

@@ -17,7 +17,7 @@ from tplab.forecast.plan import Plan
 
 @dataclass(frozen=True)
 class Keeps:
-    """What a stack keeps in memory.
+    """How a stack uses memory.
 
     logits     how many copies of the logits are in memory at the loss, in the plan's dtype: Megatron's fused
                cross-entropy has them in float32, and their gradient

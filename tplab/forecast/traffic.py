@@ -1,4 +1,4 @@
-"""What each rank sends in one step: which collectives over which axes, how large, how often, and for what."""
+"""The traffic of each rank in one step: which collectives over which axes, how large, how often, and for what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the models of both frameworks share: configurations, how parameters are sharded, and states."""
+"""Parts that the models of both frameworks share: configurations, the sharding of parameters, and states."""
 
 from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, GPTExperts, gpt_parameters, gpt_specs, gpt_state

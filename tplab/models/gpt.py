@@ -1,4 +1,4 @@
-"""What a GPT is, in any framework: its sizes, and how its parameters are sharded."""
+"""A GPT, in any framework: its sizes, and how its parameters are sharded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tplab.sharding import P
 
 NORMS = ("layer", "rms")
 IGNORED = -100
-"""A target that no loss counts, as in torch."""
+"""The target that losses ignore, as in torch."""
 ROUTER_BIAS = "router.bias"
-"""The ending of the names of biases that are stepped by the sign of their gradient. They are in no norm."""
+"""The ending of the names of biases that are updated by the sign of their gradient. Gradient norms exclude them."""
 
 
 @dataclass(frozen=True)
 class GPTExperts:
-    """The mixture of experts that blocks of a GPT have in place of their MLP.
+    """The mixture of experts that blocks of a GPT have instead of their MLP.
 
     routing   how many experts there are, how many of them a token goes through, and how they are chosen
     hidden    H, the features of each expert
@@ -32,11 +32,11 @@ class GPTExperts:
     over      the tokens over which it balances (`tplab.experts.losses`): "sequence", each sequence by itself, is the
               same loss on every mesh; "microbatch", those of a data-parallel rank, and "global", those of all of them,
               are the same if a rank's microbatches have the same sequences, since choices are counted in each
-    shared    features of an MLP without biases beside the experts, which every token goes through; 0: there is none
+    shared    features of an MLP without biases that every token uses in addition to its experts; 0: there is none
     bias_rate   how far `train` moves the bias of an expert in a step: up if fewer choices than the mean fell on it, and
               down if more, as `balanced_bias` does. The bias selects and does not weight; 0: there is none
 
-    With a capacity in the routing, what a rank drops depends on which tokens it has, and so on the mesh.
+    With a capacity in the routing, the choices that a rank drops depend on its tokens, and so on the mesh.
     """
 
     routing: Routing
@@ -66,7 +66,7 @@ class GPTConfig:
     norm           "layer" or "rms"                   bias           whether linear layers have one
     dropout        of the embedding and of what each branch adds to the stream
     deviation      of the initial weights; for the layers that add to the stream, divided by sqrt(2 num_layers)
-    experts        what blocks have in place of an MLP; None: every block has one
+    experts        of some or all blocks, instead of an MLP; None: every block has an MLP
     """
 
     vocab_size: int

@@ -19,7 +19,7 @@ Join = Callable[[list[Any], int], Any]
 
 
 def split_state(state: State, specs: State, mesh: Mesh) -> list[dict[str, Any]]:
-    """What each rank of `mesh` holds of a whole state, according to the specs.
+    """The part of a whole state that each rank of `mesh` holds, according to the specs.
 
     A dim that does not divide evenly is cut into pieces of ceil(n / R), the last ones smaller, like a vocabulary. For
     NumPy and torch, the pieces are views of the whole. Raises SpecError if the names of state and specs differ.

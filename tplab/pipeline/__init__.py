@@ -1,4 +1,4 @@
-"""What a pipeline needs before it runs: layers that are not built yet, where to cut them, and microbatches."""
+"""Preparations for a pipeline: layers that are not built yet, where to cut them, and microbatches."""
 
 from tplab.pipeline.checks import split_batch
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names

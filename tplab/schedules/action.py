@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tplab.errors import ScheduleError
+from tplab.mesh import whole_or_none
 
 KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "UNSHARD", "RESHARD", "STEP")
-"""What a rank can do; the names are those of torch's text form, and STEP is the optimizer's.
+"""The kinds of actions; the names are those of torch's text form, and STEP is the optimizer's.
 
 F            forward of one microbatch through one stage
 B            its full backward (I and W at once)
@@ -51,7 +50,7 @@ class Action:
             raise ScheduleError(f"an action's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
         for name, number in (("stage", self.stage), ("microbatch", self.microbatch)):
             if type(number) is not int or not -1 <= number <= LARGEST:
-                whole = whole_number(number)
+                whole = whole_or_none(number)
                 if whole is None or not -1 <= whole <= LARGEST:
                     raise ScheduleError(
                         f"an action has {name} {number!r}; it must be a whole number from 0 to {LARGEST:,} (-1: none)"
@@ -95,14 +94,6 @@ def _read(name: str, digits: str) -> int:
             f"number from 0 to {LARGEST:,}"
         )
     return int(significant or "0") if digits else -1
-
-
-def whole_number(value: Any) -> int | None:
-    """`value` as a plain int, also from NumPy; None if it is not a whole number. A bool does not count as one."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def in_words(action: Action) -> str:

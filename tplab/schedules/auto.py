@@ -14,7 +14,7 @@ from tplab.schedules.action import B, F, I, W
 from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
 from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
-from tplab.schedules.rules.greedy import Durations, Taste, list_schedule
+from tplab.schedules.rules.greedy import Durations, Policy, list_schedule
 from tplab.schedules.rules.row import chain, row
 from tplab.schedules.rules.stamp import Block, blocks, v_half, v_min
 from tplab.schedules.rules.waves import hanayo
@@ -23,7 +23,7 @@ from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import peak_activations
 
-_TASTES = [Taste(*choice) for choice in product((True, False), (True, False), (0.0, 0.5, 1.0))]
+_POLICIES = [Policy(*choice) for choice in product((True, False), (True, False), (0.0, 0.5, 1.0))]
 
 _MANY, _MOST = 20_000, 250_000
 """Numbers of actions. Each guess places them one by one, in Python. Above the first number there are fewer guesses, so
@@ -114,10 +114,11 @@ def _candidates(
     durations = _durations(held, microbatches, costs, split)
     many = _num_actions(held, microbatches, split) > _MANY
     chooses = any(len(stages) > 1 for stages in held)  # between a later stage and an earlier one
-    for taste in _TASTES:
-        if not (taste.deep_first or chooses) or ((quick or many) and not (taste.backward_first and taste.deep_first)):
+    for policy in _POLICIES:
+        is_usual = policy.backward_first and policy.deep_first
+        if not (policy.deep_first or chooses) or ((quick or many) and not is_usual):
             continue
-        yield Schedule(list_schedule(held, microbatches, durations, slots, split, taste), held)
+        yield Schedule(list_schedule(held, microbatches, durations, slots, split, policy), held)
     known = [rule for rule in _rules(held, microbatches, split) if _fits(rule, slots)]
     yield from known
     if not split:
@@ -128,14 +129,14 @@ def _candidates(
     plans = [_plan(rule) for rule in split_rules]
     if quick:
         for plan in plans[-1:]:
-            yield Schedule(list_schedule(held, microbatches, durations, slots, True, Taste(), plan), held)
+            yield Schedule(list_schedule(held, microbatches, durations, slots, True, Policy(), plan), held)
         return
     if name_of(held) != "custom" and not (many and plans):
         best = _best_blocks(held, microbatches, costs, slots, tries=4 if many else 16)[: 1 if many else 4]
         plans += [block.squeezed(microbatches, slots)[0] for block in best]
     for plan, patience in product(plans, (0.0, 0.5, 1.0)):
-        taste = Taste(patience=patience)
-        yield Schedule(list_schedule(held, microbatches, durations, slots, True, taste, plan), held)
+        policy = Policy(patience=patience)
+        yield Schedule(list_schedule(held, microbatches, durations, slots, True, policy, plan), held)
 
 
 def _rules(held: Placement, microbatches: int, split: bool) -> list[Schedule]:

@@ -35,8 +35,8 @@ class Bounds:
 def lower_bounds(
     schedule: Schedule, costs: Costs | None = None, memory_limit: float | Sequence[float] | None = None
 ) -> Bounds:
-    """What no schedule with this placement, number of microbatches, kind of backward and kind of overlap can beat under
-    `costs`.
+    """The bounds for all schedules with this placement, number of microbatches, kind of backward and kind of overlap
+    under `costs`.
 
     memory_limit    the most microbatches that a rank may hold; by default memory is unlimited
 

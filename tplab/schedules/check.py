@@ -48,7 +48,7 @@ def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = Non
 
 
 def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = None, at_most: int = 100) -> list[Fault]:
-    """What `check` would raise, as data: the first `at_most` faults, or an empty list if the schedule is right."""
+    """The first `at_most` faults for which `check` would raise; an empty list if the schedule is right."""
 
     def in_turn() -> Iterator[Fault]:
         for find in (
@@ -234,7 +234,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
 
 
 def _awaited(schedule: Schedule, ticks: np.ndarray, head: int) -> int:
-    """What an action that never runs waits for: its own input, or that of the one it is overlapped with."""
+    """What an action that never runs waits for: its own input, or that of the action overlapped with it."""
     for needs in (schedule.needs.message, schedule.needs.partner):
         need = int(needs[head])
         if need == MISSING or (need != NOTHING and ticks[need] < 0):

@@ -12,7 +12,7 @@ from tplab.schedules.schedule import Schedule
 from tplab.schedules.text import write_csv
 
 Transfer = tuple[str, int, int]
-"""What is carried: ("F" or "B", the stage that sends, the microbatch)."""
+"""The contents of a message: ("F" or "B", the stage that sends, the microbatch)."""
 
 
 def with_communication(schedule: Schedule) -> Schedule:

@@ -175,6 +175,8 @@ def memory_limits(limit: float | Sequence[float] | None, num_ranks: int) -> np.n
     limits = _numbers(np.inf if limit is None else limit)
     if limits is None:
         raise ScheduleError(f"memory_limit is {limit!r}; it must be a number of microbatches, or one for each rank")
+    if not (limits >= 0).all():
+        raise ScheduleError(f"memory_limit is {limit!r}; it cannot be negative or NaN")
     if limits.shape not in ((), (num_ranks,)):
         raise ScheduleError(
             f"memory_limit has shape {limits.shape}; give one number, or one for each of the {num_ranks} ranks"

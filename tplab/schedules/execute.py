@@ -1,4 +1,4 @@
-"""What every executor needs from a schedule before running it."""
+"""Preparations that every executor makes before it runs a schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def program(schedule: Schedule, is_forward_only: bool = False) -> list[tuple[Act
 def _program(
     schedule: Schedule, placement: Placement, ticks: bytes | None, is_forward_only: bool
 ) -> list[tuple[Action, ...]]:
-    """Cached, so it is worked out once for all ranks. Schedules compare equal even if their placements and ticks
+    """Cached, so it is computed once for all ranks. Schedules compare equal even if their placements and ticks
     differ, so these are part of the cache's key: `check` looks at them."""
     check(schedule)
     if is_forward_only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tplab.errors import ScheduleError
-from tplab.schedules.action import whole_number
+from tplab.mesh import whole_or_none
 
 Placement = tuple[tuple[int, ...], ...]
 
@@ -93,7 +93,7 @@ def counts(**given: int) -> tuple[int, ...]:
     """The sizes as plain ints. Raises ScheduleError unless each is a whole number from 1 up, and not too large."""
     found: dict[str, int] = {}
     for name, count in given.items():
-        number = whole_number(count)
+        number = whole_or_none(count)
         if number is None or number < 1:
             raise ScheduleError(f"{name} is {count!r}; it must be a whole number, 1 or more")
         found[name] = number

@@ -117,13 +117,13 @@ class Schedule:
         return in_words(self.action(index))
 
     def by_rank(self) -> list[tuple[Action, ...]]:
-        """What each rank does, in order: what an executor walks."""
+        """The actions of each rank, in order, for an executor."""
         columns = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), self.joined.tolist())
         actions = [Action(KINDS[kind], stage, microbatch, joined) for kind, stage, microbatch, joined in columns]
         return [tuple(actions[a:b]) for a, b in zip(self.offsets[:-1], self.offsets[1:])]
 
     def by_tick(self) -> list[tuple[Action | None, ...]]:
-        """What happens at each tick: one action per rank, None where it is idle. Every action takes one tick."""
+        """The actions of each tick: one per rank, None where it is idle. Every action takes one tick."""
         grid: list[list[Action | None]] = [[None] * self.num_ranks for _ in range(self.num_ticks)]
         for rank, (actions, ticks) in enumerate(zip(self.by_rank(), self.ticks_by_rank())):
             for action, tick in zip(actions, ticks):

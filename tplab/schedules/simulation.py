@@ -111,7 +111,7 @@ class Simulation:
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What no schedule of this shape can beat, given these costs."""
+        """The lower bounds for schedules of this shape, given these costs."""
         return lower_bounds(self.schedule, self.costs)
 
     @property

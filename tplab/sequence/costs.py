@@ -1,4 +1,4 @@
-"""What attention over a sequence that ranks share costs: bytes sent, and from how many tokens on messages are hidden.
+"""The cost of attention over a sequence that ranks share: bytes sent, and how many tokens per rank hide a hop.
 
 S tokens over p ranks, n = S/p on each; h query heads and g key and value heads of width d; b bytes per number. `KV` is
 n 2g d b: the keys and values of one rank.
@@ -17,7 +17,7 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 
 class BytesSent(NamedTuple):
-    """What each rank sends in each pass."""
+    """Bytes that each rank sends in each pass."""
 
     forward: int
     backward: int

@@ -22,7 +22,7 @@ from tplab.sequence.layout import TokenLayout
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What a query at position i sees of the keys at positions j.
+    """Which keys, at positions j, a query at position i sees.
 
     causal      j <= i
     window      |i - j| < window: with `causal`, a token sees itself and the window - 1 tokens before it

@@ -96,7 +96,7 @@ class Added(NamedTuple):
 
 
 class Journal:
-    """What one rank did, in seconds of its own clock.
+    """The record of one rank, in seconds of its own clock.
 
     A label's chunk is (origin rank) + (piece) * (number of ranks), so that every process can number its own.
     """

@@ -9,7 +9,7 @@ from tplab.comm import ROWS, Row
 
 
 class Label(NamedTuple):
-    """Where a tensor's data comes from.
+    """The origin of a tensor's data.
 
     chunk          the number of the chunk that it is, or was computed from; -1: it is none that travelled in messages
     contributors   the ranks whose data is in it; (): unknown

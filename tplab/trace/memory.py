@@ -1,4 +1,4 @@
-"""What each rank held in memory while a program ran, by kind: parameters, gradients, activations, ..."""
+"""The memory of each rank while a program ran, by kind: parameters, gradients, activations, ..."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ other         the rest: inputs, results, and what an operation leaves for the ne
 
 @dataclass(frozen=True, eq=False)
 class RankMemory:
-    """What one rank held: one row for every change, and one for the end.
+    """The memory of one rank: one row for every change, and one for the end.
 
     times        [n] when the row begins, in the run's unit; it lasts until the next one
     operations   [n] how many operations of the rank come before it
@@ -78,7 +78,7 @@ class RankMemory:
 
 
 class Memory(Sequence[RankMemory]):
-    """What every rank of `mesh` held while a program ran: `memory[rank]`.
+    """The memory of every rank of `mesh` while a program ran: `memory[rank]`.
 
     clock, unit, cluster   of the times, as in `Trace`. If the unit is "steps", computing takes no time, and only the
                            number of operations distinguishes one moment from the next

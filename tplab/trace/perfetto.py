@@ -119,7 +119,7 @@ def _name(event: Event) -> str:
 
 
 def _args(event: Event) -> dict[str, Any]:
-    """What a click on the slice shows: the fields that are known."""
+    """The known fields, which a click on the slice shows."""
     shown: dict[str, Any] = {"bytes": event.bytes} if event.kind != "wait" else {}
     if event.dtype:
         shown |= {"shape": str(list(event.shape)), "dtype": event.dtype}

@@ -14,7 +14,7 @@ from tplab.units import bytes_text, plain, time_text
 
 
 def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) -> str:
-    """What you want to know first about a run, as text.
+    """The most important facts about a run, as text.
 
     peaks       the most bytes of tensors that each rank held at once, if they were counted
     num_waits   how many of the longest waits to list

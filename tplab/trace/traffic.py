@@ -29,7 +29,7 @@ class Traffic(dict[str, Sent]):
 
     @classmethod
     def of_trace(cls, trace: Trace, rank: int = 0) -> Traffic:
-        """What `rank` sent in collectives, according to the trace of a run."""
+        """The traffic of `rank` in collectives, according to the trace of a run."""
         events = trace.select(kind="collective", rank=rank).events
         return cls.of((event.op, 1, event.bytes) for event in events)
 

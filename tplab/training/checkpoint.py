@@ -32,7 +32,7 @@ from tplab.models.gpt import GPTConfig
 Arrays = dict[str, np.ndarray]
 
 STATES = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps for every number, with torch's names: "exp_avg.norm.weight" belongs to "model.norm.weight"."""
+"""AdamW's states of every parameter, with torch's names: "exp_avg.norm.weight" belongs to "model.norm.weight"."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Part:
 
 
 class Owned(NamedTuple):
-    """What a rank has to write."""
+    """An array that a rank has to write."""
 
     part: Part
     array: np.ndarray
@@ -212,7 +212,7 @@ def _way_out(folder: str | Path, steps: list[int]) -> str:
 
 
 def _model(config: GPTConfig) -> dict[str, Any]:
-    """What a model must have in common with a checkpoint, as a file has it; dropout, how experts are balanced and the
+    """The configuration that must equal a checkpoint's, as stored in a file. Dropout, how experts are balanced and the
     initial weights may differ, but not whether routers have a bias."""
     sizes: dict[str, Any] = asdict(config)
     sizes |= {"hidden": config.hidden_width, "num_kv_heads": config.num_kv_heads or config.num_heads}

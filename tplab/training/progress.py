@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 
 class Progress(NamedTuple):
-    """What is known after a step.
+    """The report after a step.
 
     step, steps     steps done, and steps in total
     loss            of the step's batch, before its update
@@ -41,8 +41,8 @@ class PlainLine:
     It decides where to print when it is created, because output of a simulated rank only appears when the run is over.
     """
 
-    def __init__(self, stream: TextIO | None = None):
-        self._stream = sys.stdout if stream is None else stream
+    def __init__(self) -> None:
+        self._stream = sys.stdout
 
     def __call__(self, progress: Progress) -> None:
         every = max(1, progress.steps // 10)
@@ -67,7 +67,7 @@ class Clock:
 
 @dataclass
 class Trained:
-    """What `train` returns.
+    """The result of `train`.
 
     state      of the whole GPT: name -> NumPy array, as `split_state` and `save_state` expect it
     losses     of every step of this call, starting with step `first`

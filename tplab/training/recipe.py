@@ -22,7 +22,7 @@ AXES = ("dp", "pp", "ep", "cp", "tp")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `train` does. The same recipe gives the same losses on every mesh, up to rounding.
+    """The settings of `train`. The same recipe gives the same losses on every mesh, up to rounding.
 
     steps, batch_size      how many updates; sequences in each, over all data-parallel ranks together
     microbatches           how many parts each pipeline cuts its share of the batch into

@@ -1,11 +1,11 @@
 """Moving pictures of traces, meshes and shardings, for notebooks.
 
-    animate(trace)                ranks on their mesh, what travels between them, what each of them holds
-    timeline(trace)               where the time of every rank goes; with predicted=, how a schedule ran, drawn over
-                                  its prediction
+    animate(trace)                ranks on their mesh, the messages between them, and what each rank holds
+    timeline(trace)               where the time of every rank goes; with predicted=, an executed schedule over its
+                                  prediction
     memory_timeline(run.memory)   what each rank holds in memory over time, by kind
-    experts(trace)                a layer of experts: which rows travel where, what each expert computes, who waits
-    tiles(layouts)                attention over a ring of ranks: who computes which scores when, and what is skipped
+    experts(trace)                a layer of experts: which rows go where, what each expert computes, which ranks wait
+    tiles(layouts)                attention over a ring of ranks: which rank computes which scores when, or skips them
     gantt(run)                    a pipeline schedule as simulated, and what each rank holds in memory
     pipeline_lab()                the same, with controls for every number
     layout_lab("llama3-70b")      which layout trains a model fastest, what each rank holds, and why
@@ -15,13 +15,13 @@ for labs, to show numbers that a cell has computed:
 
     matrices({...})               small matrices side by side
     curves(...)                   how something grows
-    levels(...)                   how much memory is held, over time or over anything that grows
-    scatter(...)                  forecasts beside what was measured, one dot per run
+    levels(...)                   how much memory is held, over time or over another quantity
+    scatter(...)                  forecasts beside measurements, one dot per run
     LossCurve(steps)              the loss of a model while it trains
     knob(...)                     one control, and bars that change with it
     bytes_text(...)               "1.5 MB": sizes as the widgets write them
 
-and for readers who have no notebook:
+and for readers without a notebook:
 
     to_html(trace, "run.html")    a page that plays a trace, a schedule or a widget in any browser
 

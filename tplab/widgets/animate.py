@@ -1,4 +1,4 @@
-"""`animate(trace)`: shows the ranks, the pieces that travel between them, and what each rank holds when."""
+"""`animate(trace)`: shows the ranks, the pieces sent between them, and what each rank holds at each time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Animation(Card):
 
 
 def animate(trace: Trace, step: float = 0) -> Animation:
-    """Show what `trace` recorded: the ranks on their mesh, what travels between them, and what each of them holds when.
+    """Show a trace: the ranks on their mesh, the messages between them, and what each rank holds at each time.
 
     step    where the playhead starts: 0 is before the first round of communication, 1 after it
     """

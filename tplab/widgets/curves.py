@@ -31,8 +31,8 @@ _HUES = {hue: f"color-mix(in srgb,var(--c{i}) var(--onpaper),var(--toward))" for
 
 
 class Curves(Card):
-    """The card that `curves` and `levels` make. Matplotlib draws it once; the browser fills in the colours of its
-    theme, and shows the values of the lines under the pointer.
+    """The card of `curves` and `levels`. Matplotlib draws it once; the browser fills in the colours of its theme, and
+    shows the values of the lines under the pointer.
     """
 
     _esm = script("curves")
@@ -82,12 +82,12 @@ def curves(
 
     nbytes      the values of x
     panels      panel title -> {curve: seconds, one for each of nbytes}
-    sentence    what there is to see; it replaces the picture where none can be shown
+    sentence    a description of the picture, which replaces it where none can be shown
     floor       panel title -> lower bound in seconds: a dotted line, with the area below it tinted
     dots        panel title -> (bytes, seconds) of runs
     crossings   panel title -> a size in bytes to mark on the first curve
-    measured    panel title -> (bytes, seconds) that others have measured
-    by          who has measured them: the legend says it
+    measured    panel title -> published measurements (bytes, seconds)
+    by          who measured them, for the legend
     """
     if not len(nbytes):
         raise ValueError("there are no sizes to draw over; give at least one in nbytes")
@@ -120,7 +120,7 @@ def curves(
 
 
 def check_measured(panels: Collection[str], measured: Collection[str] | None, by: str) -> None:
-    """Raises ValueError if measured points do not say who measured them, or belong to a panel that is not there."""
+    """Raise ValueError if it is not given who measured the points, or if they belong to a missing panel."""
     if measured and not by:
         raise ValueError("measured points need `by`: who measured them, and where it is published")
     for name in measured or ():
@@ -135,7 +135,7 @@ def draw_measured(ax: Any, points: Sequence[tuple[float, float]], by: str) -> No
 
 
 def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
-    """A figure with one panel for each of these titles, side by side on one scale: (figure, axes)."""
+    """(figure, axes) with one panel for each of these titles, side by side on one scale."""
     from matplotlib.figure import Figure  # slow to import; without pyplot, no figure to close and no backend to choose
 
     titles = list(panels)
@@ -153,7 +153,7 @@ def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
 
 
 def explain(figure: Any, axes: Iterable[Any]) -> None:
-    """The legend below the panels: what their lines are, each name once."""
+    """Add a legend below the panels, with each name once."""
     handles: dict[str, Any] = {}
     for ax in axes:
         for handle, name in zip(*ax.get_legend_handles_labels()):
@@ -176,13 +176,13 @@ def _dress(ax: Any, nbytes: Numbers, seconds: Sequence[float]) -> None:
 
 
 def _around(amounts: Iterable[float]) -> tuple[float, float]:
-    """A little less than the least and a little more than the most; a logarithmic axis cannot show 0, inf or NaN."""
+    """Limits slightly below the least and above the most amount. A logarithmic axis cannot show 0, inf or NaN."""
     positive = [amount for amount in amounts if 0 < amount < math.inf]
     return min(positive, default=1e-6) / 1.6, max(positive, default=1e-6) * 1.6
 
 
 def _mark(ax: Any, size: float, nbytes: Numbers, seconds: Numbers) -> None:
-    """A dashed line from the axis up to the curve, and the size written at its end."""
+    """Draw a dashed line from the axis up to the curve, with the size written at its end."""
     height = float(np.exp(np.interp(np.log(size), np.log(nbytes), np.log(seconds))))
     ax.plot([size, size], [1e-9, height], color=DIM, lw=1, ls=(0, (3, 3)), zorder=2)
     beside = {"xytext": (-6, 9), "textcoords": "offset points", "ha": "right", "va": "bottom", "zorder": 5}
@@ -190,7 +190,7 @@ def _mark(ax: Any, size: float, nbytes: Numbers, seconds: Numbers) -> None:
 
 
 def _as_svg(figure: Any) -> str:
-    """The figure as an SVG element whose colours are those of the style sheet, by name."""
+    """The figure as an SVG element with colours by their names in the style sheet."""
     from matplotlib import rc_context
 
     sheet = io.StringIO()
@@ -210,11 +210,11 @@ def _as_svg(figure: Any) -> str:
 
 
 def readings(figure: Any, x_text: Callable[[float], str]) -> list[dict[str, Any]]:
-    """For each panel of a figure that was drawn, what a reader can hover over.
+    """For each panel of a drawn figure, the values to show on hover.
 
     box     its left, top, right and bottom, as fractions of the figure
-    stops   from left to right: [where in the box, x in words, [[line, y in words], ...]], no more of them than a
-            pointer can distinguish. A line whose label is that of several has its own name as its `gid`
+    stops   from left to right: [position in the box, x as text, [[line, y as text], ...]], no more than a pointer can
+            distinguish. A line that shares its label with others has its own name as its `gid`
     """
     return [_panel(ax, x_text) for ax in figure.axes]
 
@@ -233,7 +233,7 @@ def _panel(ax: Any, x_text: Callable[[float], str]) -> dict[str, Any]:
 
 
 def _along(ax: Any, x: float) -> float:
-    """Where x is between the left side of the panel, 0, and the right side, 1."""
+    """The position of x between the left side of the panel, 0, and the right side, 1."""
     (place, _) = ax.transAxes.inverted().transform(ax.transData.transform((x, ax.get_ylim()[1])))
     return round(float(place), 4)
 
@@ -248,8 +248,8 @@ def _values(lines: list[Any], x: float, y_text: Callable[..., str]) -> list[list
 
 
 def _value(line: Any, x: float) -> float | None:
-    """A line's value at x: dots have one only at their own x, a staircase has its step's, other lines are straight
-    between two points as they are drawn, also on logarithmic axes."""
+    """A line's value at x. Dots have one only at their own x, a staircase has that of its step, and other lines are
+    interpolated as they are drawn, also on logarithmic axes."""
     xs, ys = (np.asarray(values, float) for values in (line.get_xdata(), line.get_ydata()))
     here = np.flatnonzero(xs == x)
     if len(here):

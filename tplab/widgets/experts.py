@@ -1,4 +1,4 @@
-"""`experts(trace)`: shows which rows travel to which experts, what each of them computes, and which ranks wait."""
+"""`experts(trace)`: shows which rows go to which experts, what each expert computes, and which ranks wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TITLE = "Experts on ranks"
 
 
 class Experts(Played):
-    """The card that `experts` makes. `step` is where the playhead is: each layer has one step for each exchange of its
+    """The card of `experts`. `step` is the position of the playhead: each layer has one step for each exchange of its
     dispatch, one for its experts, and one for each exchange of its combine. `layers` was read from the trace."""
 
     def __init__(self, layers: list[Layer], about: str, unit: str, step: float = 0):
@@ -34,7 +34,7 @@ class Experts(Played):
         return sum(layer.num_steps for layer in self.layers)
 
     def picture(self) -> bytes:
-        """The picture at `step`; before the first step little is there, so it is that of the first layer's end."""
+        """The picture at `step`. Before the first step, which shows little, it is that of the first layer's end."""
         step = self.step or self.layers[0].num_steps
         return still(TITLE, self.sentence, [self.drawn], step, about=self.about, legend=drawing.LEGEND)
 
@@ -42,8 +42,8 @@ class Experts(Played):
 def experts(
     trace: Trace, choices: Any | Sequence[Any] | None = None, *, experts: int | None = None, step: float = 0
 ) -> Experts:
-    """Show a layer of experts that ran: the rows that went from each rank to each other one and back, what each expert
-    computed, and how long each rank sent, computed and waited.
+    """Show an executed layer of experts: the rows sent between each pair of ranks and back, what each expert computed,
+    and how long each rank sent, computed and waited.
 
         def program(x):
             y, routed = tt.MixtureOfExperts(64, 128, Routing(8, 2), "ep")(x)
@@ -52,15 +52,15 @@ def experts(
         out = tt.run(program, Mesh(ep=4), x, in_specs=P("ep"), out_specs=P("ep"), cluster="h100")
         experts(out.trace, out.value[1])
 
-    trace     of a run with a cluster. All layers of rank 0, and of the ranks that share its experts, follow one
-              another. Their backward passes send the same rows again, and are not shown
-    choices   what the router chose, [tokens of these ranks, k], or one such table for each layer: with it, an expert
-              says which tokens it has. A trace keeps values of messages with up to 64 numbers, and needs it otherwise
-    experts   how many there are; needed where the trace does not say it, as in programs that compute in other ways than
-              the layers of tplab. Expert e is on rank e // (E / R) of R
+    trace     of a run with a cluster. It shows all layers of rank 0, and of the ranks that share its experts, in
+              sequence. Their backward passes send the same rows again, and are not shown
+    choices   the router's choices [tokens of these ranks, k], or one such table for each layer: the picture then shows
+              the tokens of each expert. Required if messages have more than 64 numbers, whose values a trace drops
+    experts   the number of experts, if it does not follow from the trace, as in programs that compute differently from
+              tplab's layers. Expert e is on rank e // (E / R) of R
     step      where the playhead starts
-    Raises TraceError if there is no such layer, or each expert is cut over ranks, and ShapeError if choices do not send
-    the rows that travelled.
+    Raises TraceError if there is no such layer, or if experts are cut over ranks, and ShapeError if the choices do not
+    match the rows that were sent.
     """
     layers = layers_of(trace, choices, experts)
     about = f"{trace.clock} time{f' on {trace.place}' if trace.cluster else ''}"

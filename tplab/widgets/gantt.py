@@ -18,8 +18,8 @@ from tplab.widgets.schedule.workbench import check_limit, to_svg
 
 
 class Gantt(Card):
-    """The card that `gantt` makes. `step` is where the playhead is: step k is the k-th distinct moment at which some
-    action ends. `colour` says what the colours mean: "kind", "microbatch" or "stage"."""
+    """The card of `gantt`. `step` is the position of the playhead: step k is the k-th distinct moment at which some
+    action ends. `colour` is what the colours mean: "kind", "microbatch" or "stage"."""
 
     _esm = script("pipeline")
     kept = ("step", "colour")
@@ -61,7 +61,7 @@ def gantt(
 
     run           a simulated run, or a schedule, which is simulated with F = I = W = 1
     beside        another one, shown on the same time axis with the same playhead
-    memory_limit  the most microbatches whose activations a rank may hold; anything above is marked
+    memory_limit  the most microbatches whose activations a rank may hold; any excess is marked
     colour        what the colours mean: "kind" (F, I and W; a B is both), "microbatch" or "stage"
     Raises ValueError if `memory_limit` is not above 0.
     """

@@ -21,13 +21,13 @@ from tplab.widgets.paper.wire import pack
 
 WIDTH, NARROW, ROW, HEIGHT = 880, 420, 34, 24
 LEAST = 10
-"""If the longest bar of a setting is this many times as long as that of another, each has a scale of its own."""
+"""If the longest bar of a setting is this many times as long as that of another, each has its own scale."""
 MANY = 4
-"""More measured rows than these are counted in the sentence, and not listed."""
+"""The most measured rows that the sentence lists; more are only counted."""
 
 
 WAITS = ("waiting", "idle")
-"""Parts with such names are hatched: no rank does anything then."""
+"""The names of parts that are hatched, because no rank does anything."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Row:
     label      what the bar is for: "4 ranks"
     parts      its parts, in order: {"computing": seconds, "all_reduce": seconds}
     note       the text after its total: "2.5 x as fast"
-    measured   what others have measured for the whole bar, in the unit of its parts: a mark on its row
+    measured   a published measurement of the whole bar, in the unit of its parts: a mark on its row
     """
 
     label: str
@@ -51,20 +51,20 @@ class Row:
 
     @property
     def reach(self) -> float:
-        """How far its bar or its mark goes."""
+        """The end of its bar or its mark, whichever is further right."""
         return max(self.total, self.measured or 0.0)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """What one setting of the control shows: bars on one scale, and a sentence that says what there is to see."""
+    """The bars of one setting of the control, on one scale, and a sentence that describes them."""
 
     rows: Sequence[Row]
     sentence: str
 
 
 class Knob(Card):
-    """The card that `knob` makes. `index` says which option is chosen; `option` is that option."""
+    """The card of `knob`. `index` is that of the chosen option; `option` is the option itself."""
 
     _esm = script("knob")
     kept = ("index",)
@@ -116,7 +116,7 @@ class Knob(Card):
         return proposal["value"]
 
     def _content(self) -> dict[str, Any]:
-        """What the browser says of every option, so that turning the knob needs no kernel."""
+        """The texts for every option, so that turning the knob needs no kernel."""
         return {
             "title": self.title,
             "about": self.about,
@@ -167,7 +167,7 @@ class Knob(Card):
         return still(self.title, sentence, [self._track(), self.bars], self.index, **words)
 
     def _track(self) -> Scene:
-        """What a page has as a control: the position of the knob among all others."""
+        """The control in a still picture: the position of the knob among all others."""
         sheet, names, wide = Scene(WIDTH, 38), [*map(option_text, self.options)], 200
         x = sheet.text(0, 12, f"{self.control}: ", size=11.5, fill=DIM, anchor="lm") + 6
         x += sheet.text(x, 12, names[self.index], size=11.5, bold=True, anchor="lm") + 16
@@ -180,7 +180,7 @@ class Knob(Card):
         return sheet
 
     def _draw(self, wide: float) -> Scene:
-        """The bars of all options; the position of the playhead is the option's index."""
+        """The bars of all options. The position of the playhead is the option's index."""
         every = [row for bars in self.options.values() for row in bars.rows]
         sheet = Scene(wide, ROW * max(len(bars.rows) for bars in self.options.values()))
         left = 12 + max(sheet.width_of(row.label) for row in every)
@@ -206,7 +206,7 @@ class Knob(Card):
             else:
                 edge = self._tint(name)
                 sheet.box(x, y, max(width - 1, 1), HEIGHT, fill=mix(edge, 0.3), edge=edge, radius=3)
-            says = (f"{name} {text}", text, name) if len(texts) > 1 else (name,)  # else the total says it
+            says = (f"{name} {text}", text, name) if len(texts) > 1 else (name,)  # otherwise the total has it
             fitting = [said for said in says if sheet.width_of(said, 10) + 8 < width]
             if fitting and name.startswith(WAITS):  # no hatching behind letters
                 beside = sheet.width_of(fitting[0], 10) + 6
@@ -239,10 +239,10 @@ def knob(
 ) -> Knob:
     """Show the bars of one option, and a slider that goes through all options.
 
-    options   what the control can be set to, in order -> the bars to show for it
+    options   the control's options, in order -> the bars to show for each
     start     the option to begin with; the first, if None
-    unit      the unit of the bars: "s", "steps", "B", or a word of your own
-    by        who has measured the values that rows have as `measured`; legend, tooltip and sentence say it
+    unit      the unit of the bars: "s", "steps", "B", or your own word
+    by        who measured the rows' `measured` values, for legend, tooltip and sentence
     one_scale   whether the bars of all settings have the same scale; by default, if their longest bars are within a
                 factor of ten
 

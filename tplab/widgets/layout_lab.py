@@ -1,4 +1,4 @@
-"""`layout_lab(model)`: every way to spread a model over GPUs, its seconds and its memory; choose one and see why."""
+"""`layout_lab(model)`: every layout of a model on GPUs, its seconds and its memory; choose one and see why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tplab.widgets.paper.still import still
 
 
 class LayoutLab(Card):
-    """The card that `layout_lab` makes. Its `Workbench` does all the computing.
+    """The card of `layout_lab`. Its `Workbench` does all the computing.
 
     settings   the state of the controls; setting it from Python moves them
     chosen     the index of the chosen plan in `shown`
@@ -29,7 +29,7 @@ class LayoutLab(Card):
                "nodes": where its ranks are
     notice     what is wrong: no plan is possible with these settings
     is_stale   whether the settings are impossible, so that the last possible ones are still shown
-    verdict    of the task in the settings: its name, whether it is solved, and in words why; {} if there is none
+    verdict    on the task in the settings: its name, whether it is solved, and why, in words; {} without a task
     """
 
     _esm = script("layouts")
@@ -53,17 +53,17 @@ class LayoutLab(Card):
 
     @property
     def shown(self) -> tuple[Plan, ...]:
-        """The plans in the picture: the fastest first, and then those that were asked for besides."""
+        """The plans in the picture: the fastest first, then those that were added."""
         return tuple(one.plan for one in self._bench.shown)
 
     @property
     def best(self) -> Forecast:
-        """The fastest plan that fits; the one that holds least, if none does."""
+        """The fastest plan that fits; if none fits, the one that needs the least memory."""
         return self._bench.forecast(self._bench.best)
 
     @property
     def forecast(self) -> Forecast:
-        """The chosen plan's."""
+        """The forecast of the chosen plan."""
         return self._bench.forecast(self.chosen)
 
     @property
@@ -134,22 +134,22 @@ def layout_lab(
     by: str = "",
     task: str = "",
 ) -> LayoutLab:
-    """Show the plans that train a model on a cluster: seconds per step against the memory of the rank that holds most.
+    """Show the plans for training a model on a cluster: seconds per step against the memory of the fullest rank.
 
         layout_lab("llama3-70b", cluster="h100-measured", gpus=256, batch=1024, sequence=8192)
 
     model, cluster   by name, or your own, as for `forecast`. A measured cluster gives a forecast with its error, a data
-                     sheet seconds at peak rates. With "your own ...", readers give the sizes of a model made as Llama
+                     sheet gives seconds at peak rates. With "your own ...", readers enter sizes of a Llama-like model
     gpus, batch, sequence, stack
                      as for `plans`: ranks, sequences per step, tokens per sequence, and the library that trains
-    plan             the plan to choose at first; the best if None
-    measured         what others have measured with these settings: (plan, seconds of a step, GiB of the rank that holds
-                     most, or None), and `by`, who has measured it
-    task             the task under the picture, by its name in the list there; the forecast says when it is solved.
+    plan             the plan that is chosen at first; the best if None
+    measured         published measurements with these settings: (plan, seconds of a step, GiB of the fullest rank, or
+                     None), and `by`, who measured them
+    task             the task under the picture, by its name in the list there; the forecast decides when it is solved.
                      It begins with its own settings, except for those that you give
-    About a hundred plans are shown: the fastest, the best of each layout of ranks, and those for which no other is both
-    faster and smaller. At first all of them are forecast, so that to choose one needs no kernel. After a change of the
-    settings, the chosen one and the best are; the others have the search's estimates, most within 1 %.
+    About a hundred plans are shown: the fastest, the best of each layout of ranks, and the Pareto front of time and
+    memory. At first all of them are forecast, so that choosing one needs no kernel. After a change of the settings,
+    only the chosen one and the best are; the others have the search's estimates, most within 1 %.
     Raises PlanError if no plan is possible, and ValueError for settings that no control has.
     """
     check_is("model", model, str, Model)

@@ -1,4 +1,4 @@
-"""`levels(...)`: how much there is of something, over time or anything else, as staircases or as lines between runs."""
+"""`levels(...)`: an amount, over time or another quantity, as staircases or as lines between runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tplab.widgets.paper.shown import numbers
 
 MARKS = "osD^"  # so that colour is not the only distinction
 MOST_RUNS = 8  # that are marked one by one on the axis
-MOST_POWERS = 9  # of two that are written below an axis
+MOST_POWERS = 9  # powers of two written below an axis
 MOST_MARKED = 24  # a line with more points gets no marks: it would look like a string of beads
 Line = tuple[Numbers, Numbers]
 """x and y of every point."""
@@ -36,19 +36,19 @@ def levels(
     measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     by: str = "",
 ) -> Curves:
-    """Draw bytes, or other amounts, over anything that grows, in panels side by side on one scale.
+    """Draw bytes, or other amounts, over a quantity, in panels side by side on one scale.
 
     panels      panel title -> {line: (x, bytes)}
     along       what x is: "microbatches"
     stairs      whether a level lasts until the next point, as with memory over time; otherwise each point is a run, and
                 lines connect them
     predicted   panel title -> {line: (x, bytes)}, drawn dotted on top, in the colour of text
-    unit        "B", or what to write after each number: "" for a loss
+    unit        "B", or another suffix of numbers: "" for a loss
     from_zero   whether the scale begins at 0, for comparing heights; otherwise it fits the data, as suits a loss
     doubling    whether x is drawn on a logarithmic axis with powers of two: 1, 2, 4, ... 64
-    measured    panel title -> (x, bytes) that others have measured, or x and an amount in the unit of the lines
-    by          who has measured them: the legend says it
-    sentence    what there is to see; it replaces the picture where none can be shown
+    measured    panel title -> published measurements (x, bytes), or x and an amount in the unit of the lines
+    by          who measured them, for the legend
+    sentence    a description of the picture, which replaces it where none can be shown
     """
     check_measured(panels, measured, by)
     every = (*panels.values(), *(predicted or {}).values())
@@ -89,7 +89,7 @@ def levels(
 
 
 def _dress(ax: Any, step: float, unit: str, runs: Collection[float]) -> None:
-    """runs   the places of the points, if each is a run: where they are few, only these are marked on the axis"""
+    """runs   the x of the points, if each is a run: if they are few, only these are marked on the axis"""
     from matplotlib.ticker import FixedLocator, MaxNLocator, MultipleLocator
 
     is_few = 0 < len(runs) <= MOST_RUNS
@@ -109,7 +109,7 @@ def _check_positive(places: Sequence[float]) -> None:
 
 
 def _double(ax: Any) -> None:
-    """A logarithmic axis, with powers of two written below it, no more of them than can be read."""
+    """Make the axis logarithmic, labelled with powers of two, no more of them than can be read."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     places = [float(x) for line in ax.lines for x in line.get_xdata()] or [1.0]

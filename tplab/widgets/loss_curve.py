@@ -10,11 +10,11 @@ from tplab.widgets.curves import Curves, explain, figure_of
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE
 
 SECONDS_BETWEEN = 0.5
-"""At least this long between drawings. Drawing takes time away from training, but no more than a tenth of it."""
+"""The least time between drawings, so that drawing takes at most a tenth of the time from training."""
 
 
 class Progress(Protocol):
-    """What a training run reports after a step: see `tplab.training.progress`."""
+    """A training run's report after a step: see `tplab.training.progress`."""
 
     @property
     def step(self) -> int: ...
@@ -35,7 +35,7 @@ class LossCurve(Curves):
 
     steps      how many steps there will be: the width of the picture
     beside     the losses of an earlier run, drawn dotted, and a label for them
-    sentence   what there is to see, for places where no picture is shown
+    sentence   a description of the picture, for places where none is shown
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class _Grid:
 
 
 class Matrices(Card):
-    """The card that `matrices` makes: a title, a text, and panels."""
+    """The card of `matrices`: a title, a text, and panels."""
 
     _esm = script("matrices")
     content = traitlets.Dict().tag(sync=True)
@@ -153,7 +153,7 @@ def _grid(panel: Panel) -> _Grid:
 
 
 def _in_rows(grids: Sequence[_Grid], gap: float) -> list[list[_Grid]]:
-    """Rows of panels, with as many side by side as there is room for."""
+    """Rows of panels, with as many side by side as fit."""
     rows: list[list[_Grid]] = []
     for grid in grids:
         taken = sum(other.width + gap for other in rows[-1]) if rows else 0

@@ -1,4 +1,4 @@
-"""`memory_timeline(out.memory)`: what each rank holds in memory over time, by kind, beside what was predicted."""
+"""`memory_timeline(out.memory)`: what each rank holds in memory over time, by kind, beside a prediction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Predicted = layout.Predicted | Sequence[layout.Predicted]
 
 
 class MemoryTimeline(Card):
-    """The card that `memory_timeline` makes. `rank` is the rank that is shown."""
+    """The card of `memory_timeline`. `rank` is the rank that is shown."""
 
     _esm = script("stacks")
     kept = ("rank",)
@@ -87,7 +87,7 @@ def memory_timeline(
         out = run(step, Mesh(dp=4), x, count_memory=True)
         memory_timeline(out.memory, state_bytes(1, sizes, 4, 0, each)._asdict())
 
-    memory     what `run` has counted; or several of these by title, to show side by side on one scale
+    memory     the memory counted by `run`; or several of these by title, to show side by side on one scale
     predicted  kind -> bytes, with kinds from `tplab.trace.memory.KINDS`: their sum is a dashed line. Or a list of such
                mappings, one per rank. For several runs, {title: either of these}
     rank       the rank to show first

@@ -62,7 +62,7 @@ the start and to the end. Hover over anything to see its contents.</footer>
 
 
 Run = Schedule | Simulation
-"""What `gantt` draws: a schedule with F = I = W = 1, or a simulation with its own costs."""
+"""An input of `gantt`: a schedule, for F = I = W = 1, or a simulation with its own costs."""
 
 
 def to_html(
@@ -70,8 +70,8 @@ def to_html(
 ) -> Path:
     """Write a page that shows `thing` and plays it wherever it is opened. Returns the path.
 
-    thing   a Trace: its animation, with its timeline below it and one playhead for both; with `timeline_first`, which
-            suits whole programs, the timeline is above;
+    thing   a Trace: its animation, with its timeline below it and one playhead for both; with `timeline_first`, for
+            whole programs, the timeline is above;
             a Schedule or a Simulation: its `gantt`;
             several schedules or simulations, in a list or in a dict with your own names: all on one time axis, for
             comparison;
@@ -164,7 +164,7 @@ def _text(card: Card, name: str) -> str:
 
 
 def _traits(card: Card) -> dict[str, dict[str, Any]]:
-    """What a widget's script reads from its model: numbers and words unchanged, bytes in base64."""
+    """The traits that a widget's script reads from its model: numbers and words unchanged, bytes in base64."""
     own = set(card.trait_names(sync=True)) - set(anywidget.AnyWidget.class_trait_names(sync=True))
     values = {name: getattr(card, name) for name in sorted(own) if not name.startswith("_")}
     packed = {name: base64.b64encode(value).decode() for name, value in values.items() if isinstance(value, bytes)}
@@ -172,12 +172,12 @@ def _traits(card: Card) -> dict[str, dict[str, Any]]:
 
 
 def json_in_page(data: Any) -> str:
-    """JSON that is safe inside a script element: no text in it can end the element."""
+    """JSON that is safe inside a script element: no text in it can close the element."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
 def _picture(card: Card) -> str:
-    """What is shown if scripts are off, as in a mail preview: the first frame of the card's picture."""
+    """The fallback if scripts are off, as in a mail preview: the first frame of the card's picture."""
     first = Image.open(io.BytesIO(card.picture())).convert("RGB")
     png = encode([first], [0])
     light, dark = (f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in (png, darkened(png)))

@@ -17,14 +17,14 @@ from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 
 
 class PipelineLab(Gantt):
-    """The card that `pipeline_lab` makes. Its `Workbench` does all the computing.
+    """The card of `pipeline_lab`. Its `Workbench` does all the computing.
 
     settings   the state of the controls; setting it from Python moves them. `memory_limit` and `compare` may be None
     schedule, run   what is shown
-    notice     what is wrong: a rule that does not fit, a move that is not legal, memory over its limit
+    notice     a problem: a rule that does not fit, a move that is not legal, memory over its limit
     is_stale   whether the settings are impossible, so that the last possible schedule is still shown
     num_edits  how many changes by hand can be undone
-    verdict    of the task in the settings: its name, whether it is solved, and in words why; {} if there is none
+    verdict    on the task in the settings: its name, whether it is solved, and why, in words; {} without a task
     """
 
     kept = ("settings", "step", "colour")
@@ -127,7 +127,7 @@ def pipeline_lab(
     memory_limit: float | None = None,
     task: str = "",
 ) -> PipelineLab:
-    """Choose a schedule and its numbers, and see at once what they do.
+    """Choose a schedule and its numbers, and see their effect at once.
 
     rule, compare   names in `tplab.schedules.RULES`; "auto" for the automatic scheduler, which respects the memory
                     limit and uses solver="quick" for many ranks and microbatches; or your own schedule, to edit and
@@ -137,7 +137,7 @@ def pipeline_lab(
                     overlap=0.5 hides half of a forward behind the backward that it is paired with, as DualPipe can
                     do for the messages within a stage
     memory_limit    the most microbatches whose activations a rank may hold; None: any number
-    task            the task under the picture, by its name in the list there; the simulator says when it is solved.
+    task            the task under the picture, by its name in the list there; the simulator decides when it is solved.
                     It begins with its own settings, except for those that you give
     Raises ScheduleError if the rule does not fit the numbers, and traitlets.TraitError for values outside the sliders.
     """
@@ -161,7 +161,7 @@ def _put(own: dict[str, str], given: Any) -> str:
 
 
 def _check(settings: dict[str, Any]) -> None:
-    """Raise TraitError, as ipywidgets does, for settings that no control can make."""
+    """Raise TraitError, as ipywidgets does, for settings that no control can produce."""
     try:
         check_settings(settings)
     except ValueError as error:

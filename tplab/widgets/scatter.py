@@ -1,4 +1,4 @@
-"""`scatter(...)`: seconds that were forecast beside seconds that were measured, one dot per run."""
+"""`scatter(...)`: forecast seconds beside measured seconds, one dot per run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = "oD^s"  # so that colour is not the only distinction
 
 
 class Dot(NamedTuple):
-    """One run: what it took, what was forecast, and what it is called."""
+    """One run: its measured seconds, its forecast, and its name."""
 
     measured: float
     forecast: float
@@ -34,7 +34,7 @@ def scatter(
 
     panels     panel title -> {group: its runs}
     interval   a band: a run may take between interval[0] and interval[1] times its forecast
-    sentence   what there is to see; it replaces the picture where none can be shown
+    sentence   a description of the picture, which replaces it where none can be shown
     """
     dots = [dot for groups in panels.values() for runs in groups.values() for dot in runs]
     if not dots:

@@ -20,11 +20,11 @@ from tplab.widgets.paper.wire import pack
 from tplab.widgets.tensors import layout, picture
 from tplab.widgets.tensors.product import Product, Tensor, product
 
-MOST_RANKS = 1024  # more could not be drawn so that you can distinguish them
+MOST_RANKS = 1024  # more could not be distinguished in the picture
 
 
 class Shards(Card):
-    """The card that `shards` makes. `rank` is the rank that is highlighted; -1: none."""
+    """The card of `shards`. `rank` is the rank that is highlighted; -1: none."""
 
     _esm = script("shards")
     kept = ("rank",)
@@ -55,7 +55,7 @@ class Shards(Card):
 
 
 def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
-    """Everything that is drawn and said. `says` is of each rank, and then of each piece of a tensor."""
+    """Everything that is shown. `says` has a text for each rank, then one for each piece of a tensor."""
     one = isinstance(of, Tensor)
     drawings = layout.one(of, mesh) if one else layout.multiplied(of, mesh)
     about = f"{of.spec} on {mesh}" if one else f"{of.x.name} {of.x.spec}, {of.w.name} {of.w.spec} on {mesh}"
@@ -77,7 +77,7 @@ def _of_piece(drawing: layout.Drawing, piece: layout.Tile) -> tuple[str, str]:
 
 
 def _verdict(mesh: Mesh, of: Product) -> str:
-    """What the product costs and needs."""
+    """The cost of the product, and the communication that it needs."""
     rows, inner, columns = of.multiplied
     whole = 2 * of.x.shape[0] * of.x.shape[1] * of.w.shape[1]
     text = (

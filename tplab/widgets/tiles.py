@@ -18,7 +18,7 @@ TITLE = "Attention over a ring of ranks"
 
 
 class Tiles(Played):
-    """The card that `tiles` makes. `step` is where the playhead is, in steps of the ring: 1.5 is half-way through the
+    """The card of `tiles`. `step` is the position of the playhead, in steps of the ring: 1.5 is half-way through the
     second. With a trace that has a backward pass, its steps follow those of the forward pass. `scenes` are panels."""
 
     def __init__(self, of: Panels, step: float = 0):
@@ -34,7 +34,7 @@ class Tiles(Played):
         return self.of.num_steps
 
     def picture(self) -> bytes:
-        """The picture at `step`; before the first step it would be empty, so it is that of the last step."""
+        """The picture at `step`. Before the first step, which would be empty, it is that of the last step."""
         _, within = self.of.place(self.step or self.of.num_steps)
         return still(TITLE, self.sentence, self.scenes, within, legend=drawing.LEGEND, note=drawing.AXES)
 
@@ -47,8 +47,8 @@ def tiles(
     axis: Axis = "cp",
     step: float = 0,
 ) -> Tiles:
-    """Show the S x S scores of attention over a ring: at each step, which rank computes which of them, whose keys and
-    values it has, and what it skips; below, how long each rank computes and idles, if each step lasts as long as its
+    """Show the S x S scores of attention over a ring: at each step, which rank computes which scores, with which rank's
+    keys and values, and what it skips; below, how long each rank computes and idles, if each step lasts as long as its
     slowest rank.
 
         tiles([TokenLayout(name, 16, 4) for name in ("contiguous", "zigzag", "striped")])

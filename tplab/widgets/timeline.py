@@ -20,9 +20,9 @@ from tplab.widgets.score.score import Score, score
 
 
 class Timeline(Card):
-    """The card that `timeline` makes. `step` is where the playhead is, as in `Animation` or, over a prediction, as in
-    `Gantt`. `comparison` is what the trace is compared with, or None. `begin` and `end` say which part of the trace is
-    shown, from 0 to 1."""
+    """The card of `timeline`. `step` is the position of the playhead, as in `Animation` or, over a prediction, as in
+    `Gantt`. `comparison` compares the trace with the prediction, or is None. `begin` and `end` are the part of the
+    trace that is shown, from 0 to 1."""
 
     _esm = script("timeline")
     kept = ("step", "begin", "end")
@@ -63,23 +63,23 @@ def timeline(
     """Show where the time of every rank goes: computing, messages sent meanwhile, and waiting; how busy each rank is;
     and the critical path, the chain of events that sets the makespan.
 
-    With `predicted`, the trace is of a pipeline schedule that `train_batch` ran, and one batch of it is shown: every
+    With `predicted`, the trace is of a pipeline schedule executed by `train_batch`, and one batch of it is shown: each
     action when it ran and, outlined below, when it was predicted. Both times are counted from the first start.
 
         costs = measured_costs(schedule, trace)
         timeline(trace, predicted=simulate(schedule, costs))
 
-    With `measured`, what others have measured is a line below the lanes, on the same axis, that ends in a diamond.
+    With `measured`, published measurements are lines below the lanes, on the same axis, that end in a diamond.
 
         timeline(trace, measured={"step": 0.0123}, by="a blog, 8 H100s")
 
-    predicted   what `simulate` returns for the schedule, or what `compare(schedule, trace)` returns
+    predicted   the result of `simulate` for the schedule, or of `compare(schedule, trace)`
     step        where the playhead starts
     axis        the axis of the pipeline, "pp" by default; if the mesh has more axes, the group of rank 0 is shown
     batch       which batch, if the trace has several; the last one by default. A comparison knows its axis and batch
     measured    what was measured -> how long it took, in seconds from the start of the trace
-    by          who has measured it, and where: the legend, the tooltip and the sentence say it
-    Raises ScheduleError if the prediction is not of this trace, and says why.
+    by          who measured it, and where, for the legend, the tooltip and the sentence
+    Raises ScheduleError, with the reason, if the prediction is not of this trace.
     """
     if measured and (predicted is not None or trace.unit != "s"):
         what = "a prediction" if predicted is not None else f"a trace in {trace.unit}"

@@ -120,8 +120,7 @@ CLAIMS = (
     ),
     Claim("the limit is about 600", lambda: [most_gpus(PLAYBOOK)]),
     Claim(
-        "a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences, and that on "
-        "one node of one",
+        "a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences instead of one",
         lambda: (
             [three_billion()[gpus].plan.microbatch for gpus in (16, 8)] == [2, 1]
             and 16 * forecast_seconds(16) < 8 * forecast_seconds(8)

@@ -394,3 +394,21 @@ def test_twenty_runs_with_dropout_give_the_same_bits():
     assert len(bits) == 1  # of every run, and of every rank
     events = {tuple((e.rank, e.kind, e.op, e.start, e.end, e.bytes) for e in out.trace.events) for out in outs}
     assert len(events) == 1
+
+
+def test_a_script_may_end_with_a_sharded_state_dict(tmp_path, capsys):
+    """Its tensors are FSDP 1's, whose methods ask torch.distributed for the rank, and now the ranks have ended."""
+    from tplab.torch import launch
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType\n"
+        "dist.init_process_group('gloo')\n"
+        "model = FSDP(torch.nn.Linear(4, 4), device_id=torch.device('cpu'))\n"
+        "FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)\n"
+        "states = model.state_dict()\n"
+        "print(sorted(states))\n"
+    )
+    launch(script, mesh=Mesh(dp=2))
+    assert "[rank 1] ['bias', 'weight']" in capsys.readouterr().out

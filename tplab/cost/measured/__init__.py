@@ -1,6 +1,6 @@
 """Published measurements on real GPUs: one table per file, each with its source, and the constants fitted to them.
 
-These rows are what the forecasts are fitted to, by `benchmarks.fit` in the repository, and what is shown beside them.
+Forecasts are fitted to these rows, by `benchmarks.fit` in the repository, and compared with them.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.comm import check_pairs, check_reduction, dim_of, pairs_of, root_of, whole_number
+from tplab.comm import check_pairs, check_reduction, dim_of, pairs_of, position_of, whole_number
 from tplab.jax.comm.derivatives import Differentiable
 from tplab.jax.ranks.context import this_mesh, vary
 from tplab.mesh import Axis
@@ -166,7 +166,7 @@ def broadcast(x: Any, axis: Axis, root: int = 0) -> Array:
     backward  dx = dy on the root, zeros elsewhere
     """
     place, x = _place(axis), _array("broadcast", x)
-    root = root_of("broadcast", root, place.num_ranks, place.label)
+    root = position_of("broadcast", root, place.num_ranks, place.label)
     kept = _on_root(x, place, root)
     with _named(root, "broadcast"):
         return lax.psum(kept, place.names).astype(x.dtype)
@@ -181,7 +181,7 @@ def reduce(x: Any, axis: Axis, root: int = 0, op: str = "sum") -> Array:
     Raises MeshError if the axis has no such position; TypeError as all_reduce does.
     """
     place, x = _place(axis), _array("reduce", x)
-    root, op = root_of("reduce", root, place.num_ranks, place.label), _reduction("reduce", x, op)
+    root, op = position_of("reduce", root, place.num_ranks, place.label), _reduction("reduce", x, op)
     x = vary(x, place.names)
     with _named(root, "reduce"):
         total = all_reduce(x, axis, op)
@@ -199,7 +199,7 @@ def gather(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
     Raises MeshError if the axis has no such position.
     """
     place, x = _place(axis), _array("gather", x)
-    root, dim = root_of("gather", root, place.num_ranks, place.label), dim_of(x.shape, dim, "gather")
+    root, dim = position_of("gather", root, place.num_ranks, place.label), dim_of(x.shape, dim, "gather")
     with _named(root, "gather", "scatter"):
         whole = all_gather(x, axis, dim)
     return _on_root(whole, place, root)
@@ -214,7 +214,7 @@ def scatter(x: Any, axis: Axis, root: int = 0, dim: int = 0) -> Array:
     Raises MeshError if the axis has no such position, ShapeError if R does not divide the dim.
     """
     place, x = _place(axis), _array("scatter", x)
-    root, dim = root_of("scatter", root, place.num_ranks, place.label), dim_of(x.shape, dim, "scatter")
+    root, dim = position_of("scatter", root, place.num_ranks, place.label), dim_of(x.shape, dim, "scatter")
     _check_divides("scatter", x, dim, place)
     kept = _on_root(x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x, place, root)
     with _named(root, "scatter", "gather"):

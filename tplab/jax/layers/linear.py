@@ -137,7 +137,7 @@ class RowParallelLinear:
         if not self.reduce_output:
             return part
         y = leave(part, self.axis, self.sequence_dim)
-        return y + shared(params["bias"], self.axis, self.sequence_dim) if self.bias else y
+        return y + shared(params["bias"], None if self.sequence_dim is None else self.axis) if self.bias else y
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,10 @@ def linear(x: Array, weight: Array) -> Array:
     return jnp.einsum("...i,oi->...o", x, weight)
 
 
-def shared(parameter: Array, axis: Axis, sequence_dim: int | None) -> Array:
+def shared(parameter: Array, sequence_axis: Axis | None) -> Array:
     """A parameter that all ranks hold, where it is used. Under sequence parallelism each rank uses it on its own part
     of the sequence, so its gradient must be summed, which this function ensures."""
-    return parameter if sequence_dim is None else copy_to(parameter, axis)
+    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 def share(size: int, axis: Axis, what: str) -> int:

@@ -1,4 +1,4 @@
-"""What JAX keeps from the forward to the backward pass, and how to keep less of it under sequence parallelism."""
+"""The arrays that JAX keeps for the backward pass, and how to keep fewer under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Origin(NamedTuple):
-    """Where a value of a jaxpr comes from: the value that it equals up to its layout, the operation that made it, and
+    """The origin of a value of a jaxpr: the value that it equals up to its layout, the operation that made it, and
     whether it depends on parameters alone."""
 
     key: Any

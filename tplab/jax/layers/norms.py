@@ -1,9 +1,10 @@
 """Norms: of features that every rank holds, and of features that are sharded over an axis of the mesh.
 
 LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
-sequence, so that the gradients of scale and bias are sums over ranks. `sequence_axis` passes them through copy_to,
-whose backward pass is that sum (Megatron-LM has omitted it twice). JAX would insert it itself, because x varies along
-the axis and the parameters do not.
+sequence, so the gradients of scale and bias are sums over ranks. `sequence_axis` passes them through copy_to,
+whose backward pass is that sum; Megatron-LM has lacked it twice (its issues 443 and 1446). JAX would insert it itself,
+because x varies along the axis and the parameters do not. Statistics of 16-bit numbers are computed in 32 bits, as
+torch does.
 
 ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
 sums over the axis. `batch_norm` is for a batch that is sharded over an axis: statistics of one replica would change the
@@ -20,7 +21,7 @@ from jax import Array, lax
 
 from tplab.jax.comm.collectives import all_reduce
 from tplab.jax.comm.regions import copy_to
-from tplab.jax.layers.linear import check_share, share
+from tplab.jax.layers.linear import check_share, share, shared
 from tplab.jax.layers.parameters import Params, here
 from tplab.mesh import Axis
 from tplab.models.checks import check_norm_input
@@ -51,9 +52,11 @@ class LayerNorm:
 
     def __call__(self, params: Params, x: Array) -> Array:
         check_norm_input("LayerNorm", x.shape, self.width, self.width)
-        centred = x - x.mean(-1, keepdims=True)
+        wide = _wide(x)
+        centred = wide - wide.mean(-1, keepdims=True)
         y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
-        return y * _used(params["weight"], self.sequence_axis) + _used(params["bias"], self.sequence_axis)
+        weight, bias = (shared(params[name], self.sequence_axis) for name in ("weight", "bias"))
+        return (y * weight + bias).astype(jnp.result_type(x, weight))
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,9 @@ class RMSNorm:
 
     def __call__(self, params: Params, x: Array) -> Array:
         check_norm_input("RMSNorm", x.shape, self.width, self.width)
-        y = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        return y * _used(params["weight"], self.sequence_axis)
+        wide, weight = _wide(x), shared(params["weight"], self.sequence_axis)
+        y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return (y * weight).astype(jnp.result_type(x, weight))
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,10 @@ class ParallelLayerNorm:
 
     def __call__(self, params: Params, x: Array) -> Array:
         check_norm_input("ParallelLayerNorm", x.shape, share(self.width, self.axis, "width"), self.width)
-        centred = x - _mean(x, self.width, self.axis)
-        variance = _mean(jnp.square(centred), self.width, self.axis)
-        return centred * lax.rsqrt(variance + self.eps) * params["weight"] + params["bias"]
+        wide, weight = _wide(x), params["weight"]
+        centred = wide - _mean(wide, self.width, self.axis)
+        y = centred * lax.rsqrt(_mean(jnp.square(centred), self.width, self.axis) + self.eps)
+        return (y * weight + params["bias"]).astype(jnp.result_type(x, weight))
 
 
 @dataclass(frozen=True)
@@ -141,16 +146,18 @@ class ParallelRMSNorm:
 
     def __call__(self, params: Params, x: Array) -> Array:
         check_norm_input("ParallelRMSNorm", x.shape, share(self.width, self.axis, "width"), self.width)
-        return x * lax.rsqrt(_mean(jnp.square(x), self.width, self.axis) + self.eps) * params["weight"]
+        wide, weight = _wide(x), params["weight"]
+        y = wide * lax.rsqrt(_mean(jnp.square(wide), self.width, self.axis) + self.eps)
+        return (y * weight).astype(jnp.result_type(x, weight))
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.result_type(jnp.float32, x.dtype))
 
 
 def _mean(x: Array, width: int, axis: Axis) -> Array:
     """The mean over the features of all ranks, which each rank then uses for its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdims=True), axis) / width, axis)
-
-
-def _used(parameter: Array, sequence_axis: Axis | None) -> Array:
-    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 # --- of a batch -------------------------------------------------------------------------------------------------------
@@ -165,7 +172,7 @@ def batch_statistics(x: Array, axis: Axis, *, counted: Array | None = None) -> t
     The variance is that of the batch (divided by N, not N - 1). 16-bit numbers are added up in 32 bits. All ranks have
     arrays of one shape in JAX: `counted` marks the rows of a smaller batch.
     """
-    x = x.astype(jnp.result_type(jnp.float32, x.dtype))
+    x = _wide(x)
     rows = x.reshape(-1, x.shape[-1])
     is_counted = jnp.ones((len(rows), 1), bool) if counted is None else counted.reshape(-1, 1)
     rows = jnp.where(is_counted, rows, 0)

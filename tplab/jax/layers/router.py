@@ -107,7 +107,7 @@ def balance_loss(
     sequence_axis: Axis | None = None,
     sequence: int | None = None,
 ) -> Array:
-    """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
+    """E sum_e f_e p_e: 1 if tokens choose all experts equally, at most E/k if all choose the same k.
 
     over            "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
                     "global": those of all ranks along `axis`, which the other two do not accept
@@ -145,7 +145,7 @@ def excess_load(routed: Routed, bias: Array) -> Array:
 
 
 def balanced_bias(bias: Array, counts: Array, rate: float = 1e-3) -> Array:
-    """The next bias of a router: higher by `rate` for experts chosen less often than the mean, lower for the others.
+    """The next bias of a router: higher by `rate` for experts below the mean count, lower for those above it.
 
         bias = balanced_bias(bias, chosen_counts(routed, "ep"))     after each step
 

@@ -22,7 +22,7 @@ State = Mapping[str, Any]
 
 
 def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
-    """What each rank of `mesh` holds of the whole parameters. (`run` does this itself: in_specs=layer.specs.)
+    """The part of the whole parameters that each rank of `mesh` holds. (`run` does this itself: in_specs=layer.specs.)
 
     state   whole parameters, nested as layers have them        specs   the same structure of P: layer.specs
     A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), the last ones smaller.

@@ -37,7 +37,7 @@ class Buffer(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """What a program's passes keep: the buffers that F fills, those that W needs too, and the buffers that I fills."""
+    """The buffers of a program's passes: those that F fills, those that W needs too, and the buffers that I fills."""
 
     saved: tuple[Buffer, ...]
     outlasting: frozenset[Buffer]
@@ -51,7 +51,7 @@ class Keeping(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens at each tick.
+    """The work of each tick.
 
     table     column -> [ticks, ranks]:
               "action"           the number of the pass in `passes`, counted from 1; 0 where the rank idles

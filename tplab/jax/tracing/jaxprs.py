@@ -155,7 +155,7 @@ _BEGINNINGS = {
     str(_HERE / "ranks" / "program.py"),
     *(str(_HERE / "checking" / f"{name}.py") for name in ("tape", "same_model")),
 }
-"""Where tplab calls the program."""
+"""Files of tplab that call the program."""
 _TRACING = str(_HERE / "tracing") + os.sep
 """JAX 0.7 gives this file for recomputed equations, because their gradient is made when tplab traces the program."""
 _NOT_THE_PROGRAM = (_JAX, str(Path(__file__).resolve().parents[2]) + os.sep)

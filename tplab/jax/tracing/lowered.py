@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from jax.tree_util import SequenceKey
+from jax.tree_util import GetAttrKey, SequenceKey
 
 from tplab import spare
 from tplab.errors import TraceError
@@ -162,10 +162,12 @@ def _name(fn: Callable[..., Any], path: Any) -> str:
 
 
 def _names(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], kept: Sequence[int]) -> dict[str, str]:
-    """JAX's name -> the user's: of a pmap's arguments ("flat_args[0]"); of all arguments if some are Refs ("Arg_0" is
-    the first one `kept`); of parameters of Flax NNX's models and optimizers, which are lists ("model.states[0][1]")."""
+    """JAX's name -> the user's: of a pmap's arguments ("flat_args[0]"); of all if some are Refs ("Arg_0": the first one
+    `kept`); of Flax NNX's parameters, in lists ("model.states[0][1]"); of fields whose keys are strings ("modelw")."""
     found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
-    names = {f"flat_args[{number}]": _name(fn, path) for number, (path, _) in enumerate(found)}
+    dotted = [tuple(GetAttrKey(key) if isinstance(key, str) else key for key in path) for path, _ in found]
+    names = {_name(fn, path): _name(fn, other) for (path, _), other in zip(found, dotted)}
+    names |= {f"flat_args[{number}]": _name(fn, path) for number, path in enumerate(dotted)}
     arrays = [path for path, leaf in found if _is_array(leaf) or isinstance(leaf, _NUMBERS)]
     names |= {f"Arg_{number}": _name(fn, arrays[place]) for number, place in enumerate(kept) if place < len(arrays)}
     nnx = sys.modules.get("flax.nnx")

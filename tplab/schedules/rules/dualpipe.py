@@ -12,7 +12,8 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Two streams, one from each end of the pipe; each rank holds one stage of both. DeepSeek-V3 2024.
 
     The first half of the microbatches runs down the ranks, the second half up. Forwards of one stream are overlapped
-    with backwards of the other: (p/2-1)(F&B + B - 3W) of bubble, p+1 stage activations, two copies of the weights.
+    with backwards of the other: (p/2-1)(F&B + B - 3W) of bubble if I = W, p+1 stage activations, two copies of
+    the weights.
 
     0F0 1F2 0F1 1B2 1F3+0B0 1B3 0I1 0W1
     0F2 1F0 0F3 1B0 1F1+0B2 1B1 0I3 0W3
@@ -53,7 +54,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _dual_letters(r: int, p: int, m: int) -> str:
-    """What a rank of DualPipeV does, in eight steps; big letters are its first stage, small ones its second.
+    """The actions of a rank of DualPipeV, in eight steps. Capital letters are its first stage, small ones its second.
 
     The last p of the 2p final backwards are split, so that W fills the gaps that the last I actions leave.
     """

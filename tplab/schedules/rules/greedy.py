@@ -27,8 +27,8 @@ class Durations:
 
 
 @dataclass(frozen=True)
-class Taste:
-    """What a free rank prefers.
+class Policy:
+    """Which of the ready actions a free rank takes.
 
     backward_first   it prefers a ready backward to a ready forward
     deep_first       it prefers the forward of its later stage to that of its earlier one
@@ -61,7 +61,7 @@ def list_schedule(
     durations: Durations,
     limits: Sequence[int],
     split: bool = True,
-    taste: Taste | None = None,
+    policy: Policy | None = None,
     plan: Sequence[Sequence[Step]] | None = None,
 ) -> list[Row]:
     """One row per rank. `limits` is how many stage activations each rank may hold.
@@ -72,7 +72,7 @@ def list_schedule(
     plan    the order of F and I (or B) on each rank, if it is already decided. Each rank then follows it, and does a W
             that it owes whenever the next step cannot begin, for lack of its input or of room for its activations
     """
-    taste = taste or Taste()
+    policy = policy or Policy()
     ranks = [_Rank(sorted(stages), limit) for stages, limit in zip(placement, limits)]
     for rank, steps in zip(ranks, plan or ()):
         rank.plan = deque(steps)
@@ -100,17 +100,17 @@ def list_schedule(
         return True
 
     def choose(rank: _Rank, now: float) -> Step | None:
-        """What `rank` does now; None if it has to wait."""
+        """The action of `rank` now; None if it has to wait."""
         near, soon = now + 1e-12, np.inf
         if rank.plan is not None:  # it may only take the next step of its plan
             backs = [rank.plan[0]] if rank.plan and rank.plan[0][0] != F else []
             aheads = [rank.plan[0]] if rank.plan and rank.plan[0][0] == F else []
         else:
             backs = [(back, s, done_b[s]) for s in reversed(rank.stages) if done_b[s] < done_f[s]]
-            order = reversed(rank.stages) if taste.deep_first else rank.stages
+            order = reversed(rank.stages) if policy.deep_first else rank.stages
             aheads = [(F, s, done_f[s]) for s in order if done_f[s] < microbatches]
         ready = next((step for step in backs if there_b[step[1]][step[2]] <= near), None)
-        if ready is None or not taste.backward_first:
+        if ready is None or not policy.backward_first:
             for step in aheads:
                 if there_f[step[1]][step[2]] <= near and (rank.plan is not None or fits(rank, *step[1:])):
                     ready = step
@@ -126,7 +126,7 @@ def list_schedule(
         for _, s, k in aheads:
             if near < there_f[s][k] < soon and (rank.plan is not None or fits(rank, s, k)):
                 soon = there_f[s][k]
-        wait = taste.patience * durations.weight[rank.owed[0][0]]
+        wait = policy.patience * durations.weight[rank.owed[0][0]]
         return (W, *rank.owed[0]) if soon - now >= wait - 1e-12 else None
 
     left = sum(len(rank.stages) for rank in ranks) * microbatches * (3 if split else 2)

@@ -17,7 +17,7 @@ import numpy as np
 from tplab.errors import ScheduleError
 from tplab.schedules.action import F, I, W
 from tplab.schedules.placement import Placement, counts, v_shape
-from tplab.schedules.rules.greedy import Durations, Step, Taste, list_schedule
+from tplab.schedules.rules.greedy import Durations, Step, list_schedule
 from tplab.schedules.schedule import Schedule
 
 _FREE = b"\0"
@@ -46,7 +46,6 @@ class Block:
         microbatches: int,
         limits: Sequence[int] | None = None,
         durations: Durations | None = None,
-        taste: Taste | None = None,
         name: str = "",
     ) -> Schedule:
         """Stamp the block `microbatches` times, squeeze, and fill in the W.
@@ -57,7 +56,7 @@ class Block:
         num_stages = len(self.forward)
         durations = durations or Durations([1] * num_stages, [1] * num_stages, [1] * num_stages)
         plan, held = self.squeezed(microbatches, limits)
-        rows = list_schedule(self.placement, microbatches, durations, limits or held, taste=taste, plan=plan)
+        rows = list_schedule(self.placement, microbatches, durations, limits or held, plan=plan)
         return Schedule(rows, self.placement, name)
 
     def squeezed(self, microbatches: int, limits: Sequence[int] | None = None) -> tuple[list[list[Step]], list[int]]:

@@ -14,8 +14,8 @@ from tplab.schedules.schedule import Schedule
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B with the backward split; rank r delays W by r microbatches. Qi et al., ICLR 2024 (ZB-H1).
 
-    I goes up the ranks as fast as it can, and W fills part of the bubble: (p-1)(F+I-W) is left. Every rank holds p
-    microbatches, as many as the first rank of 1F1B.
+    I goes up the ranks as fast as it can, and W fills part of the bubble: (p-1)(F+I-W) is left if W <= F and W <= I.
+    Every rank holds p microbatches, as many as the first rank of 1F1B.
 
     F0 F1 .. I0 W0 F2 I1 W1 I2 W2
     .. F0 I0 F1 I1 W0 F2 I2 W1 W2
@@ -32,7 +32,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """ZB-H1 with twice the warm-up and twice the delay of W: 2p-1 microbatches held. Qi et al., ICLR 2024 (ZB-H2).
 
-    Only (p-1)(F+I-2W) of idle time is left in each rank's span, none when F = I = W. But the ranks end one after the
+    If W <= F and W <= I, only (p-1)(F+I-2W) of idle time is left in each rank's span. But the ranks end one after the
     other, so the makespan gains nothing over ZB-H1 unless a rank may start its optimizer step as soon as it is done.
 
     F0 F1 F2 I0 W0 I1 W1 I2 W2 ..

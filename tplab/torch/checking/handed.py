@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tplab.checking.recording import Seen, checksum
+from tplab.torch.ranks.rank import this_rank
 
 
 class NotEnough(Exception):
@@ -44,20 +46,18 @@ class Handed:
         """Whether the ranks' scripts draw what their models are called with."""
         return bool(self._steps) and all(step.can_be_drawn for step in self._steps)
 
-    def again(self) -> Handed:
-        """From the beginning."""
+    def again(self, num_ranks: int) -> Handed:
+        """From the beginning, to so many ranks: each has a share of its own, if these can be alike."""
         for step in self._steps:
-            step.rewind()
+            step.taken, step.num_shares = Counter(), num_ranks if step.count % num_ranks == 0 else 1
         return self
 
     def data(self, step: int, asked: dict[str, Tensor]) -> dict[str, Tensor]:
         """As much as the reference's model is called with, in the place of `asked`."""
         if self.is_drawn or step >= len(self._steps):
             return asked
-        return {
-            name: self._steps[step].take(self._steps[step].data, slot, x)
-            for slot, (name, x) in enumerate(asked.items())
-        }
+        queues = self._steps[step]
+        return {name: queues.take(queues.data, slot, x) for slot, (name, x) in enumerate(asked.items())}
 
     def drawn(self, step: int, key: tuple[str, int], found: Tensor) -> Tensor:
         """What all ranks have drawn, in the place of what the reference has."""
@@ -99,24 +99,22 @@ class _Queues:
         self.can_be_drawn = bool(chosen) and all(
             any(next(iter(data.values())) is x for x in step.draws.values()) for step in chosen for data in step.samples
         )
-        self._taken: dict[int, int] = {}
-
-    def rewind(self) -> None:
-        self._taken.clear()
+        self.count, self.num_shares, self.taken = len(chosen), 1, Counter[tuple[int, int]]()
 
     def check_end(self) -> None:
-        has, used = sum(map(len, self.data[0])), self._taken.get(0, 0)
-        if used < has:
+        has = sum(map(len, self.data[0]))
+        if (used := sum(count for (slot, _), count in self.taken.items() if slot == 0)) < has:
             raise NotEnough(f"the ranks drew {has} samples in a step, and the reference has used {used}")
 
     def take(self, rows: list[list[np.ndarray]], slot: int, asked: Tensor) -> Tensor:
         """The next rows of a kind of data, as many as are asked for."""
         if slot >= len(rows) or not asked.dim():
             return asked
-        whole = np.concatenate(rows[slot])
-        key = slot if rows is self.data else -1
-        start = self._taken.get(key, 0)
-        end = self._taken[key] = start + len(asked)
+        share = this_rank().rank % self.num_shares
+        mine = [x for place, x in enumerate(rows[slot]) if place % self.count * self.num_shares // self.count == share]
+        whole, key = np.concatenate(mine), (slot if rows is self.data else -1, share)
+        start = self.taken[key]
+        end = self.taken[key] = start + len(asked)
         if end > len(whole) or whole.shape[1:] != tuple(asked.shape[1:]):
             raise NotEnough(
                 f"the reference asks for {end} samples of shape {list(asked.shape[1:])} in a step, and the ranks drew "

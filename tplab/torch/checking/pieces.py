@@ -102,10 +102,11 @@ def is_stateless(module: nn.Module) -> bool:
 
 
 def has_no_samples(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether what a module is called with are no samples: it is stateless, or compares what a model has computed."""
-    has_own = next(module.parameters(), None) is not None
+    """Whether what a module is called with are no samples: it is stateless, compares what a model has computed, or goes
+    on with that and with what is the same for all samples, such as positions."""
     takes_results = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
-    return is_stateless(module) or (takes_results and not has_own)
+    alike = (len(x) > 1 and bool((x == x[0]).all()) for x in data_in(args, kwargs).values())
+    return is_stateless(module) or (takes_results and (next(module.parameters(), None) is None or all(alike)))
 
 
 def replaced(args: Any, kwargs: Any, data: Mapping[str, Tensor]) -> tuple[Any, Any]:

@@ -78,7 +78,7 @@ class Runs:
     ) -> Watch:  # fmt: skip
         """The script is run. parts: sums are added up in so many parts, and weights and samples are off in their last
         digit, if not 0. traced: the step of which every operation is recorded. Raises NotRun."""
-        feed = None if handed is None else handed.again()
+        feed = None if handed is None else handed.again(self.mesh.size)
         steps = steps or (self.steps if traced is None else traced + 1)
         plan = Plan(steps, feed, weights, nudges=parts > 0, traced=traced, repairs=tuple(repairs))
         watch = Watch(self.mesh.size, plan)

@@ -163,7 +163,7 @@ class _Start(torch.autograd.Function):
         exchange.pending = this_rank().begin(exchange.call, x)
         if exchange.keeps:
             exchange.sent = own(x)
-        return _token(x)
+        return token(x)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -190,13 +190,13 @@ class _Wait(torch.autograd.Function):
         exchange, (y,) = ctx.exchange, ctx.saved_tensors or (None,)
         dx = _transposed(exchange.call, grads[0], Forward(exchange.sent, y, exchange.sizes))
         exchange.gradient = start_on(*dx) if isinstance(dx, Plan) else dx
-        return _token(grads[0]), None
+        return token(grads[0]), None
 
 
-def _token(like: Tensor) -> Tensor:
+def token(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor that joins the two nodes; making it is not an operation of the program."""
     with no_dispatch():
-        return like.new_zeros(())
+        return like.new_zeros((), dtype=dtype)
 
 
 class _Landed(Pending):

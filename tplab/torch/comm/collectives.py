@@ -30,7 +30,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from tplab.comm import check_pairs, pairs_of, root_of, whole_number
+from tplab.comm import check_pairs, pairs_of, position_of, whole_number
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.torch.comm.autograd import do, start_on
@@ -70,7 +70,7 @@ def start(op: Callable[..., Any], x: Any, /, *args: Any, **kwargs: Any) -> Handl
 
 
 def _collective(call_of: Callable[Concatenate[Tensor, Params], Call]) -> Callable[Concatenate[Tensor, Params], Tensor]:
-    """From a function that describes the call, the collective, which makes it and waits. `start` reads `.call_of`."""
+    """Decorate a function that describes a call: the result makes the call and waits. `start` reads `.call_of`."""
 
     @wraps(call_of)
     def collective(x: Tensor, *args: Params.args, **kwargs: Params.kwargs) -> Tensor:
@@ -251,7 +251,7 @@ def barrier(axis: Axis | None = None) -> None:
 
 def _root(op: str, root: int, axis: Axis) -> int:
     place = this_rank().place(axis)
-    return root_of(op, root, len(place.group), place.label)
+    return position_of(op, root, len(place.group), place.label)
 
 
 def _equal_sizes(op: str, x: Tensor, dim: int, axis: Axis) -> tuple[int, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tplab.comm import position_of
 from tplab.errors import MeshError
 from tplab.mesh import Axis
 from tplab.torch.ranks.outcomes import check_tensor
@@ -27,7 +27,7 @@ def send(x: Payload, axis: Axis, target: int) -> None:
     parts = x if isinstance(x, tuple) else (x,)
     if not parts:
         raise ValueError("send needs a tensor, or a tuple of at least one; this tuple is empty")
-    target = _other("send", axis, target)
+    target = _other("send", axis, target, "target")
     for part in parts:
         if check_tensor("send", part).requires_grad:
             raise ValueError(
@@ -50,7 +50,7 @@ def receive(axis: Axis, source: int) -> Payload:
 
 def start_receive(axis: Axis, source: int) -> Receipt:
     """What `start(receive, axis, source)` returns."""
-    rank, source = this_rank(), _other("receive", axis, source)
+    rank, source = this_rank(), _other("receive", axis, source, "source")
     call = rank.message("receive", axis, source)
     pair = call.place.group
     made = rank.receipts[pair] = Receipt(call, rank.receipts.get(pair))
@@ -96,15 +96,10 @@ class Receipt(Pending):
         return self._first
 
 
-def _other(op: str, axis: Axis, position: int) -> int:
+def _other(op: str, axis: Axis, position: int, name: str) -> int:
     """The position of another rank of `axis`. Raises MeshError if it is not one."""
     place = this_rank().place(axis)
-    try:
-        position = operator.index(position)
-    except TypeError:
-        raise TypeError(f"{op}: a position on the axis is a whole number, not {position!r}") from None
-    if not 0 <= position < len(place.group):
-        raise MeshError(f"{op}: axis {place.label!r} has positions 0 to {len(place.group) - 1}; {position} is not one")
+    position = position_of(op, position, len(place.group), place.label, name)
     if position == place.index:
         raise MeshError(f"{op}: position {position} of axis {place.label!r} is this rank itself; it has the tensor")
     return position

@@ -28,7 +28,8 @@ def average_gradients(
 
     A parameter that is cut along some of these axes, such as an expert, is the same piece only on the ranks of the
     other axes: its gradients are added up over these, and divided by R like all others. Modules know how their
-    parameters are cut. In a list of parameters, all count as copies.
+    parameters are cut. In a list, deep copies of such parameters count as
+    copies.
 
     Afterwards the gradients of a bucket are views of its buffer, and the old ones are freed.
     cost   2(R-1)/R of the gradients' bytes are sent by each rank; the fewer buckets, the fewer latencies.
@@ -45,8 +46,8 @@ def average_gradients(
 
 
 def copies_of(model: Model, axis: Axis, are_averaged: bool = True) -> Callable[[Tensor], Axis]:
-    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless a module says that it is cut
-    along some of the axes; () if it is cut along all of them."""
+    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless it is known to be cut along
+    some of the axes; () if it is cut along all of them."""
     held = list(model.values()) if isinstance(model, Mapping) else [model]
     return copies_in([module for module in held if isinstance(module, nn.Module)], axis, are_averaged)
 
@@ -60,8 +61,8 @@ def plan_of(named: Named, bucket_bytes: float | None, copies: Callable[[Tensor],
 
 
 def send_bucket(bucket: Bucket, named: Named) -> Handle | Tensor:
-    """Start the all_reduce of a bucket over its copies, or return the bucket if there are none. None counts as
-    zeros."""
+    """Start the all_reduce of a bucket over its copies, or return the bucket if there are none. A missing
+    gradient counts as zeros."""
     with torch.no_grad():
         gradients = []
         for index in bucket.indices:
@@ -130,7 +131,7 @@ def tokens_per_rank(targets: Tensor, axis: Axis, *, ignore_index: int = -100) ->
     With n_r tokens on rank r of R, and N in total, the mean over ranks is the mean over all tokens:
         1/R sum_r (sum of the losses of rank r) / (N/R) = (sum of all losses) / N
     Each rank's own mean would give the tokens of a rank with few of them more weight; with none it would be 0/0, not 0.
-    cost   an all_reduce of 1 number
+    It is a float64 scalar, so the loss is one too. cost   an all_reduce of 1 number
     """
     total = all_reduce(_is_counted(targets, ignore_index).sum(), axis)
     return total.clamp(min=1).double() / axis_size(axis)

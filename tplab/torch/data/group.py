@@ -105,10 +105,10 @@ class Group:
             note_owner(shard, shard, self, about.axis)
             for module, name in places:
                 _check_copies(module, name, about)
+                module._parameters[name] = shard
                 note_cuts(module, about.axis, name)
                 if about.op == "mean":
                     note_mean(module, about.names, name)
-                module._parameters[name] = shard
 
     def row(self) -> Tensor:
         """The row of this rank's pieces, as it travels."""

@@ -83,7 +83,7 @@ def _named(model: Any) -> Iterable[tuple[Key, Any]]:
 
 
 class Owner(Protocol):
-    """Combines the gradients of whole parameters over ranks, and has this rank's pieces of them stepped."""
+    """Combines the gradients of whole parameters over ranks, and owns this rank's pieces of them."""
 
     @property
     def has_taken(self) -> bool:

@@ -55,9 +55,9 @@ def shard_parameters(
                            model's forward pass to its end
     op                     how gradients are combined: "mean" or "sum"
     reshard_after_forward  False keeps the whole parameters from the forward to the backward pass. An axis that is a
-                           part of `axis`: its ranks share a second piece, and gather among themselves (ZeRO++'s hpZ)
+                           part of `axis`: its ranks share a second piece, for the second gather (ZeRO++'s hpZ)
     prefetch               whether the next unit's parameters and the last one's gradients travel while one computes:
-                           one more is whole
+                           one more unit is then whole
     replicate_axis         the axis along which pieces have copies (hybrid sharding): gradients are all_reduced along it
     compute_dtype          the dtype of whole parameters: bfloat16, if the pieces are float32
     reduce_dtype           the dtype in which gradients travel; by default, that of the whole parameters

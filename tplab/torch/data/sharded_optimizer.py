@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -29,6 +30,7 @@ from tplab.torch.data.pieces import (
     row_of,
     wholes_in,
 )
+from tplab.torch.layers.parameters import cuts_of
 from tplab.torch.private import storage_id
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
@@ -61,6 +63,7 @@ class ShardedOptimizer(Optimizer):
             for bucket in _buckets(group["params"], about, axis or about.axis):
                 self.buckets.append(bucket)
                 made.update(zip(bucket.parameters, bucket.shards))
+            _check_cuts(group["params"], axis or about.axis, about.replicate_axis)
             group["params"] = [made[p] for p in group["params"]]
         self._wholes = seen  # kept alive here, not by the buckets
         self.inner = make(groups)
@@ -147,26 +150,23 @@ class ShardedOptimizer(Optimizer):
         return tuple(sum(x.nbytes for x in kind if x is not None) for kind in kinds)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
 class About:
     """How pieces are made and what they send: the options of `shard_optimizer` and `shard_gradients`."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        op: str,
-        replicate_axis: Axis | None,
-        master_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        bucket_bytes: float | None,
-        is_reduced: bool,
-        gather: Gather | None,
-        reduce: Reduce | None,
-    ):
-        data_axes(this_rank().mesh, axis, replicate_axis)
-        one_of("op", op, OPS)
-        self.axis, self.op, self.replicate_axis, self.is_reduced = axis, op, replicate_axis, is_reduced
-        self.master_dtype, self.reduce_dtype, self.bucket_bytes = master_dtype, reduce_dtype, bucket_bytes
-        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
+    axis: Axis
+    op: str
+    replicate_axis: Axis | None
+    master_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    bucket_bytes: float | None
+    is_reduced: bool
+    gather: Gather | None
+    reduce: Reduce | None
+
+    def __post_init__(self) -> None:
+        data_axes(this_rank().mesh, self.axis, self.replicate_axis)
+        one_of("op", self.op, OPS)
 
 
 class Bucket:
@@ -216,7 +216,7 @@ class Bucket:
         message = message_of(self.pieces, grads, self.shards[0], dtype)
         count_as("gradients", message)
         self._let_go()
-        self._handle = about.reduce(message, self.axis, about.op)
+        self._handle = (about.reduce or reduce_rows)(message, self.axis, about.op)
 
     def end(self) -> None:
         """Wait for what `begin` started, and add this rank's part to its row."""
@@ -248,15 +248,15 @@ class Bucket:
         self.row = None
 
     def follow(self) -> None:
-        """Copy the parameters, which the program may have changed, to pieces of their dtype with their own memory."""
+        """Take what the program has written to the parameters; other elements keep the bits of their master copy."""
         for piece, held in self.copies():
-            if piece.dtype == held.dtype:
-                piece.copy_(held)
+            written = held != piece.to(held.dtype)
+            piece.copy_(torch.where(written, held.to(piece.dtype), piece))
 
     def gather(self) -> None:
         """Give every rank the pieces of all others, in the parameters' own dtype."""
         row = row_of(self.pieces, self.shards, self.dtype)
-        message = self.about.gather(row, self.axis).read()
+        message = (self.about.gather or gather_rows)(row, self.axis).read()
         wholes = wholes_in(self.pieces, message)
         count_as("gathered", [message, *wholes])
         for parameter, whole in zip(self.parameters, wholes):
@@ -300,6 +300,18 @@ def _check_kind(given: Any, is_right: bool) -> None:
             f"shard_optimizer(torch.optim.Adam, model.parameters()); it was given an object of type "
             f"{type(given).__name__}"
         )
+
+
+def _check_cuts(parameters: Sequence[Tensor], axis: Axis, replicate_axis: Axis | None) -> None:
+    """Raise ValueError if ranks that would share a parameter hold different pieces of it, as of experts."""
+    mesh = this_rank().mesh
+    names = [name for axes in (axis, replicate_axis) if axes for name in mesh.names(axes) if mesh.axis_size(name) > 1]
+    for parameter in parameters:
+        if cut := [name for name in names if name in cuts_of(parameter)]:
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} is cut along {cut[0]!r}: its ranks hold different pieces, not "
+                'copies; give such parameters a group of their own, {"params": [...], "axis": the axes of their copies}'
+            )
 
 
 def _buckets(parameters: Sequence[Tensor], about: About, axis: Axis) -> Iterable[Bucket]:

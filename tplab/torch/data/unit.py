@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tplab.torch.comm.autograd import token
 from tplab.torch.comm.collectives import Handle
 from tplab.torch.data.group import About, Group
 from tplab.torch.data.pieces import wholes_in
-from tplab.torch.private import no_dispatch, saved_hooks, storage_id
+from tplab.torch.private import saved_hooks, storage_id
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
 
@@ -111,7 +112,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, use: Use, *shards: Tensor) -> Tensor:
         ctx.use = use
-        return _token(shards[0])
+        return token(shards[0], torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -132,13 +133,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.use.begin_reduce(grads)
-        return _token(ctx.use.group.shards[0]), None
-
-
-def _token(like: Tensor) -> Tensor:
-    """The tensor that joins the two nodes; making it is not an operation of the program."""
-    with no_dispatch():
-        return like.new_zeros((), dtype=torch.float32)
+        return token(ctx.use.group.shards[0], torch.float32), None
 
 
 class Unit:

@@ -80,7 +80,7 @@ class Asked:
         return self._run(self._call("all_gather", (0,)), _rows(x), opts, [output])
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """output_lists[rank][i] gets the rank's inputs[i]."""
+        """output_lists[rank][i] gets that rank's inputs[i]."""
         self._check_count("all_gather_coalesced", output_lists)
         pairs = zip(zip(*output_lists, strict=True), inputs, strict=True)
         return self._together([self.allgather([outputs], [x], _Started(opts)) for outputs, x in pairs], opts)

@@ -3,8 +3,8 @@
 Only one thread of a run has the turn, and a thread that waits for a lock would keep the turn forever. So during a run,
 these replace Python's own ways to wait. They behave as Python's do, and everything else is built on them: events,
 conditions, queues, executors and their futures, asyncio. A rank with one thread waits as usual, and so do threads of no
-rank. But a rank that sleeps, waits with a timeout, waits to lock a file, or polls for one, may wait for another rank,
-and always gives up its turn.
+rank. But a rank that sleeps, waits with a timeout, waits to lock a file, or polls for a file, may wait for another
+rank, and always gives up its turn.
 """
 
 from __future__ import annotations

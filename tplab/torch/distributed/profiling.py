@@ -266,7 +266,7 @@ class Profiled:
 
 
 def events_of(records: Iterable[Any], silences: Sequence[tuple[int, int]]) -> list[Profiled]:
-    """What a thread has recorded, by beginning, with the recording itself first. Leaves out what began during
+    """What a thread has recorded, in the order of beginnings, the recording itself first. Leaves out what began during
     `silences`, or has not ended.
 
     torch rounds times to 256 ns, so several records may have the same. Here each is at least 1 ns after the one before:

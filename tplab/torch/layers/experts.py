@@ -117,7 +117,7 @@ class ParallelExperts(nn.Module):
 
 
 def _equally_often(tokens: int, rule: Routing) -> Tensor:
-    """Choices [T, k] in place of those of meta tensors: each expert is chosen equally often, give or take one."""
+    """Choices [T, k] to replace those of meta tensors: each expert is chosen equally often, give or take one."""
     with no_dispatch():
         first = torch.arange(tokens, device="cpu")[:, None]
         return (first + torch.arange(rule.top_k, device="cpu") * (rule.experts // rule.top_k)) % rule.experts

@@ -127,7 +127,7 @@ class RowParallelLinear(nn.Module):
         if not self.reduce_output:
             return part
         y = leave(part, self.axis, self.sequence_dim)
-        return y if self.bias is None else y + shared(self.bias, self.axis, self.sequence_dim)
+        return y if self.bias is None else y + shared(self.bias, None if self.sequence_dim is None else self.axis)
 
     def extra_repr(self) -> str:
         return (
@@ -199,10 +199,10 @@ def leave(part: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
     return reduce_scatter(part, axis, sequence_dim)
 
 
-def shared(parameter: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+def shared(parameter: Tensor, sequence_axis: Axis | None) -> Tensor:
     """A parameter that all ranks hold, ready for use. Under sequence parallelism each rank uses it on its own part of
     the sequence, so its gradient is summed here, where that cannot be forgotten."""
-    return parameter if sequence_dim is None else copy_to(parameter, axis)
+    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 def share(size: int, axis: Axis, what: str) -> int:

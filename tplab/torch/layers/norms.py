@@ -2,7 +2,8 @@
 
 LayerNorm and RMSNorm compute the same on every rank. Under sequence parallelism each rank has its own part of the
 sequence, so the gradients of scale and bias are sums over ranks: `sequence_axis` passes them through copy_to, whose
-backward pass is that sum (Megatron-LM has forgotten it twice).
+backward pass is that sum; Megatron-LM has lacked it twice (its issues 443 and 1446). Statistics of 16-bit numbers are
+computed in 32 bits, as torch does.
 
 ParallelLayerNorm and ParallelRMSNorm normalise over all features, of which each rank holds some: their statistics are
 sums over the axis. `batch_norm` is for a batch that is spread over an axis: statistics of one replica alone would
@@ -19,7 +20,7 @@ from tplab.mesh import Axis
 from tplab.models.checks import check_norm_input
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.regions import copy_to
-from tplab.torch.layers.linear import share
+from tplab.torch.layers.linear import share, shared
 from tplab.torch.layers.parameters import note_cuts
 from tplab.torch.ranks.rank import this_rank
 
@@ -39,7 +40,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("LayerNorm", x.shape, self.width, self.width)
-        weight, bias = _used(self.weight, self.sequence_axis), _used(self.bias, self.sequence_axis)
+        weight, bias = shared(self.weight, self.sequence_axis), shared(self.bias, self.sequence_axis)
         return F.layer_norm(x, (self.width,), weight, bias, self.eps)
 
     def extra_repr(self) -> str:
@@ -61,7 +62,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("RMSNorm", x.shape, self.width, self.width)
-        return F.rms_norm(x, (self.width,), _used(self.weight, self.sequence_axis), self.eps)
+        return F.rms_norm(x, (self.width,), shared(self.weight, self.sequence_axis), self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, sequence_axis={self.sequence_axis!r}"
@@ -84,9 +85,10 @@ class ParallelLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("ParallelLayerNorm", x.shape, self.weight.shape[0], self.width)
-        centred = x - _mean(x, self.width, self.axis)
+        wide = _wide(x)
+        centred = wide - _mean(wide, self.width, self.axis)
         variance = _mean(centred.square(), self.width, self.axis)
-        return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
+        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.axis!r}, eps={self.eps}"
@@ -108,19 +110,20 @@ class ParallelRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_norm_input("ParallelRMSNorm", x.shape, self.weight.shape[0], self.width)
-        return x * (_mean(x.square(), self.width, self.axis) + self.eps).rsqrt() * self.weight
+        wide = _wide(x)
+        return (wide * (_mean(wide.square(), self.width, self.axis) + self.eps).rsqrt() * self.weight).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.axis!r}, eps={self.eps}"
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.element_size() < 4 else x
+
+
 def _mean(x: Tensor, width: int, axis: Axis) -> Tensor:
     """The mean over the features of all ranks, for each rank's use on its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdim=True), axis) / width, axis)
-
-
-def _used(parameter: Tensor, sequence_axis: Axis | None) -> Tensor:
-    return parameter if sequence_axis is None else copy_to(parameter, sequence_axis)
 
 
 def _check_axis(axis: Axis | None) -> None:
@@ -139,7 +142,7 @@ def batch_statistics(x: Tensor, axis: Axis, *, counted: Tensor | None = None) ->
     backward  the same: the effect of a rank's x on the others' outputs comes back to it
     The variance is that of the batch (divided by N, not N - 1). 16-bit numbers are added up in 32 bits.
     """
-    x = x.float() if x.element_size() < 4 else x
+    x = _wide(x)
     rows = x.reshape(-1, x.shape[-1])
     is_counted = torch.ones_like(rows[:, :1], dtype=torch.bool) if counted is None else counted.reshape(-1, 1)
     rows = torch.where(is_counted, rows, 0)
@@ -159,7 +162,8 @@ def batch_norm(
     counted [...]   which rows of x count; the others are treated as zeros
     cost      that of `batch_statistics`; for a running average, call it for the mean and variance
     backward  the gradients of weight and bias are each rank's part: data parallelism averages them like any others
-    It is torch.nn.SyncBatchNorm while training, with features last: x.movedim(1, -1) of images.
+    It is torch.nn.SyncBatchNorm while training, with features last: x.movedim(1, -1) of images. Its running variance is
+    N / (N-1) times that of `batch_statistics`.
     """
     mean, variance = batch_statistics(x, axis, counted=counted)
     used = x if counted is None else torch.where(counted.unsqueeze(-1), x, 0)

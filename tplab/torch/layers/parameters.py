@@ -22,7 +22,7 @@ from tplab.torch.ranks.rank import this_rank
 Draw = Callable[..., Tensor]
 """torch.rand or torch.randn"""
 CUTS, _MEANS = "_cuts_by_tplab", "_means_by_tplab"
-"""The attributes of a module for what is noted in it."""
+"""The attributes for what is noted in a module and, for one that is later used without it, in the parameter."""
 
 
 def drawn_uniform(shape: Sequence[int], spec: P, bound: float) -> Tensor:
@@ -63,11 +63,19 @@ def note_cuts(module: nn.Module, axis: Axis, *names: str) -> None:
     cuts: dict[str, tuple[Axis, ...]] = vars(module).setdefault(CUTS, {})
     for name in names:
         cuts[name] = (*cuts.get(name, ()), axis)
+        if (piece := module._parameters.get(name)) is not None:
+            vars(piece)[CUTS] = cuts[name]
+
+
+def cuts_of(parameter: Tensor) -> tuple[str, ...]:
+    """The axes along which ranks hold other pieces of a parameter, if its module noted them in this very tensor."""
+    return tuple(name for axis in vars(parameter).get(CUTS, ()) for name in this_rank().mesh.names(axis))
 
 
 def note_mean(module: nn.Module, axes: Sequence[str], name: str) -> None:
     """Note in a module that the backward pass itself averages the gradient of this parameter over these axes."""
     vars(module).setdefault(_MEANS, {})[name] = tuple(axes)
+    vars(module._parameters[name])[_MEANS] = tuple(axes)
 
 
 def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...]]:
@@ -93,8 +101,8 @@ def axes_of_cuts(model: nn.Module, is_told: bool) -> dict[Tensor, tuple[str, ...
 
 
 def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = True) -> Callable[[Tensor], Axis]:
-    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless one of these modules says that
-    it is cut along some of the axes; () if it is cut along all of them.
+    """The part of `axis` along which ranks hold copies of a parameter: all of it, unless one of these modules or the
+    parameter itself says that it is cut along some of the axes; () if it is cut along all of them.
 
     Raises ValueError if gradients are to be averaged along `axis`, and one is already the mean there.
     """
@@ -104,10 +112,13 @@ def copies_in(modules: Sequence[nn.Module], axis: Axis, are_averaged: bool = Tru
             piece, both = module._parameters.get(name), [axis for axis in axes if axis in names]
             if both and piece is not None and piece.requires_grad:
                 raise mean_already(f"{name!r} of {type(module).__name__} {path!r}", both)
-    cuts = [axes_of_cuts(module, is_told=True) for module in modules]
-    cut = {parameter: axes for found in cuts for parameter, axes in found.items() if not set(axes).isdisjoint(names)}
+    known = {p: axes for module in modules for p, axes in axes_of_cuts(module, is_told=True).items()}
 
     def copies(parameter: Tensor) -> Axis:
-        return tuple(name for name in names if name not in cut[parameter]) if parameter in cut else axis
+        both = [axis for axis in vars(parameter).get(_MEANS, ()) if axis in names]
+        if both and are_averaged and parameter.requires_grad:
+            raise mean_already(f"a parameter {tuple(parameter.shape)}", both)
+        cut = known.get(parameter) or cuts_of(parameter)
+        return axis if set(cut).isdisjoint(names) else tuple(name for name in names if name not in cut)
 
     return copies

@@ -13,7 +13,7 @@ from tplab.experts.routing import Routing
 from tplab.mesh import Axis
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce, axis_size
-from tplab.torch.comm.regions import copy_to
+from tplab.torch.layers.linear import shared
 from tplab.torch.layers.parameters import drawn_uniform
 
 
@@ -56,8 +56,7 @@ class Router(nn.Module):
         rule = self.routing
         x = x.reshape(-1, self.width)
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight if self.sequence_axis is None else copy_to(self.weight, self.sequence_axis)
-        logits = F.linear(x.to(wide), weight.to(wide))
+        logits = F.linear(x.to(wide), shared(self.weight, self.sequence_axis).to(wide))
         scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
         if choices is None:
             choices = _with_room(_chosen(scores.detach() + self.bias, rule), rule)
@@ -107,7 +106,7 @@ def balance_loss(
     sequence_axis: Axis | None = None,
     sequence: int | None = None,
 ) -> Tensor:
-    """E sum_e f_e p_e: 1 if tokens choose all experts equally, and at most E.
+    """E sum_e f_e p_e: 1 if tokens choose all experts equally, at most E/k if all choose the same k.
 
     over            "microbatch": f counts the tokens of this rank; "sequence": each `sequence` tokens by themselves;
                     "global": those of all ranks along `axis`, which the other two do not accept
@@ -144,7 +143,7 @@ def excess_load(routed: Routed, bias: Tensor) -> Tensor:
 
 
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> Tensor:
-    """The next bias of a router: higher by `rate` for experts that were chosen less often than the mean, else lower.
+    """The next bias of a router: higher by `rate` for experts below the mean count, lower for those above it.
 
         router.bias = balanced_bias(router.bias, chosen_counts(routed, "ep"))     after each step
 

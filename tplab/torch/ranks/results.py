@@ -21,7 +21,7 @@ from tplab.units import ranks_text
 
 def without_graph(result: Any) -> Any:
     """A rank's result, with its tensors detached from the graph of the finished run."""
-    return pytree.tree_map_only(Tensor, torch.Tensor.detach, result)
+    return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.requires_grad else x, result)
 
 
 def whole(per_rank: Sequence[Any], out_specs: Any, mesh: Mesh) -> Any:

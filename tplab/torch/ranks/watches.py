@@ -179,7 +179,7 @@ LONG = 30.0
 
 
 def whereabouts(seconds: float, rank: int, frame: FrameType | None, turn: float) -> str:
-    """The report of a run that has taken so many seconds: where the rank is that has had the turn for `turn`."""
+    """The report of a run that has taken so many seconds: the place of the rank with the turn, for `turn` seconds."""
     while frame is not None and not is_program(frame.f_code.co_filename):
         frame = frame.f_back
     where = f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "running"
@@ -209,5 +209,5 @@ _MOMENT = 5e-4  # s
 _OUTSIDE = 300.0
 """Seconds in which a library's thread or a process may help. Some never end, such as the thread of a progress bar."""
 _MOST_LATE, _LOOKING, _COUNTING = 3, 10.0, 120.0
-"""A thread that sleeps and looks again forever does not hide a deadlock. It may do so this many times, and for so many
-seconds if it only looks, or if something in its program changes each time, such as a counter."""
+"""A thread that sleeps and looks again must not hide a deadlock forever. It may do so this many times, then for this
+many seconds if it only looks, or if something in its program changes each time, such as a counter."""

@@ -167,7 +167,7 @@ class KindsOfMemory(Listener):
         held.becomes("activations", held.came if is_new else len(self._ledger) - 1)
         return _Token(held, self._ledger)
 
-    # --- what is where -------------------------------------------------------------------------------------------
+    # --- following memory ----------------------------------------------------------------------------------------
 
     def _open_row(self, op: str, moment: float | None = None) -> None:
         rank = self._rank

@@ -34,7 +34,7 @@ WRITE_EVERY = 0.25
 """Seconds. If a rank's process is killed, at most the notes of this long are lost."""
 
 FOLDER = "tplab_trace"
-"""Where the ranks of a real run write their files, if no other folder is named."""
+"""The folder of the files of a real run, if no other is named."""
 
 
 ANY = -1
@@ -202,7 +202,7 @@ def read(path: Path) -> RankFile:
 
 
 class _Reading:
-    """What has been read of a file so far. Raises ValueError, TypeError or IndexError if a line is damaged."""
+    """The part of a file read so far. Raises ValueError, TypeError or IndexError if a line is damaged."""
 
     def __init__(self, about: About):
         _rank(about.rank, _whole(about.world))
@@ -317,4 +317,4 @@ def _peer(value: Any) -> int | None:
 
 
 _OF_OPERATION: Sequence[Callable[[Any], Any]] = (_text, _text, _time, _whole, _shape, *[_text] * 4, _peer, _whole)
-"""What each field of a line `begin` must be, after the number."""
+"""The check of each field of a line `begin`, after the number."""

@@ -1,1 +1,1 @@
-"""What `tiles` draws: the scores of attention over ranks, laid out once for the browser and for the still picture."""
+"""The picture of `tiles`: the scores of attention over ranks, laid out once for browser and still picture."""

@@ -1,4 +1,4 @@
-"""The picture of a panel of `tiles`: whose each score is and when it is computed, and how long each rank computes."""
+"""The picture of a panel of `tiles`: which rank computes each score and when, and how long each rank computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOON = 1e-5
 
 
 def draw(panel: Panel, place: Place) -> Scene:
-    """For all positions of the playhead within a pass. The key of a bar is its step, from 1."""
+    """Draw a panel for all positions of the playhead within a pass. The key of a bar is its step, from 1."""
     about = f"{100 * panel.efficiency:.1f}% of the time computing"
     sheet = Scene(place.width, place.height, f"{panel.layout.name}: {about}")
     x = sheet.text(0, 8.5, panel.layout.name, size=12, bold=True, anchor="lm") + 8
@@ -139,7 +139,7 @@ def _about_bar(panel: Panel, rank: int, step: int) -> list[tuple[str, str]]:
 
 
 def _runs(owner: np.ndarray, of: int | None = None) -> list[tuple[int, int, int]]:
-    """(begin, end, rank) of the tokens next to each other that one rank holds; of all ranks, or of one."""
+    """(begin, end, rank) of each run of neighbouring tokens on one rank; for all ranks, or for one."""
     edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)]
     runs = [(begin, end, int(owner[begin])) for begin, end in pairwise(edges)]
     return [run for run in runs if of is None or run[2] == of]

@@ -1,4 +1,4 @@
-"""Which scores of an S x S mask are computed by which rank at which step of a ring: everything that `tiles` shows.
+"""Which rank computes which scores of an S x S mask at which step of a ring: everything that `tiles` shows.
 
 A position of the playhead is in steps: at 0 nothing has been computed, at 1.5 the second step is half over. All ranks
 are in lock-step: a step lasts as long as its slowest rank computes, and one score takes one unit of time.
@@ -23,8 +23,8 @@ from tplab.widgets.score.op_kinds import kind_of
 
 MOST_TOKENS, MOST_RANKS = 64, 16
 TITLE, STRIP, LABEL, CHIP, AXIS = 26, 15, 44, 40, 22
-"""In pixels: the height of a panel's title; the width of the strips that say whose queries and keys these are; the
-width of a rank's name, and of what it has, beside its bar; the height of the time axis."""
+"""In pixels: the height of a panel's title; the width of the strips that show the ranks of queries and keys; the width
+of a rank's name, and of its chip, beside its bar; the height of the time axis."""
 PASSES = ("forward", "backward")
 
 
@@ -96,7 +96,7 @@ class Panel:
 
 
 class Place(NamedTuple):
-    """Where things are in a panel, in pixels: the grid of scores, and the bars below it, or beside it."""
+    """The layout of a panel, in pixels: the grid of scores, and the bars below or beside it."""
 
     width: float
     height: float
@@ -128,7 +128,7 @@ class Panels:
 
     @property
     def geometry(self) -> Place:
-        """Where things are in every panel. Time has one scale in all of them."""
+        """The layout of every panel. Time has one scale in all of them."""
         many = len(self.panels)
         width = {1: 900, 2: 440, 3: 290}[many]
         size = 282 if many == 1 else 266
@@ -140,12 +140,12 @@ class Panels:
         return Place(width, height, (STRIP, TITLE + STRIP), cell, (x, y), bar, (width - x - CHIP) / longest)
 
     def place(self, position: float) -> tuple[int, float]:
-        """The pass, from 0, and the position in it."""
+        """(the pass, from 0, the position in it)."""
         number = max(ceil(position - 1e-9) - 1, 0) // self.num_ranks
         return number, position - number * self.num_ranks
 
     def says(self, step: int) -> tuple[str, str]:
-        """What the line below the picture says after so many steps: where the playhead is, and what happens there."""
+        """The line below the picture after `step` steps: the position of the playhead, and what happens there."""
         number, within = self.place(step)
         num_ranks, passes = self.num_ranks, self.num_steps // self.num_ranks
         if not step:
@@ -166,7 +166,7 @@ class Panels:
 
 
 def shown(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, trace: Trace | None, axis: Axis) -> Panels:
-    """What is shown of these layouts, checked."""
+    """The panels for these layouts, after checks."""
     given = list(layouts) if isinstance(layouts, Sequence) else [layouts]
     if not 1 <= len(given) <= 3:
         raise ValueError(f"tiles shows one layout or up to 3 side by side, not {len(given)}")
@@ -190,8 +190,8 @@ def shown(layouts: TokenLayout | Sequence[TokenLayout], mask: AttentionMask, tra
 
 
 def times_of(trace: Trace, panel: Panel, axis: Axis) -> tuple[float, ...]:
-    """When each step of each pass is over on a trace of one call of `ring_attention`: when every rank of the first ring
-    along `axis` has computed its tile. Each tile is as many products of matrices as any other of its pass."""
+    """When each step of each pass ends in a trace of one call of `ring_attention`: when every rank of the first ring
+    along `axis` has computed its tile. All tiles of a pass have the same number of matrix products."""
     ranks = trace.mesh.group(0, axis)
     if len(ranks) != panel.layout.num_ranks:
         raise ShapeError(

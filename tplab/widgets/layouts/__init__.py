@@ -1,1 +1,1 @@
-"""What `layout_lab` computes and draws: plans to train a model, their seconds, and what each rank holds."""
+"""The parts of `layout_lab`: plans for training a model, their seconds, and what each rank holds."""

@@ -1,4 +1,4 @@
-"""What the browser draws `layout_lab` from; static/layouts.js reads it."""
+"""The data from which the browser draws `layout_lab`; static/layouts.js reads it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tplab.widgets.paper.wire import pack
 
 
 class Board:
-    """The pictures of all plans, and of those with a forecast also what is said. They are drawn again only if there are
-    other plans or more forecasts."""
+    """The pictures of all plans, and the texts of those with a forecast. They are redrawn only if the plans change or
+    there are more forecasts."""
 
     def __init__(self, bench: Workbench):
         self._bench, self._of, self._drawn = bench, None, packed([])

@@ -1,4 +1,4 @@
-"""The pictures of `layout_lab`: the map of plans, and beside it the step of the chosen plan and what its ranks hold.
+"""The pictures of `layout_lab`: the map of plans, and beside it the chosen plan's step and memory.
 
 A position of the playhead is the index of the chosen plan. Neither this file nor anything it imports needs a font.
 """
@@ -36,7 +36,7 @@ def note(bench: Workbench) -> str:
 
 
 def plan_map(bench: Workbench) -> Scene:
-    """Seconds along, on a scale of logarithms; GiB up. The key of a plan is its index."""
+    """Seconds along x, on a logarithmic scale; GiB along y. The key of a plan is its index."""
     found, plans = bench.points(), range(len(bench.shown))
     seconds, gib = found["seconds"].tolist(), found["gib"].tolist()
     took = [*seconds, *(one.seconds for one in bench.measured)]
@@ -123,7 +123,7 @@ def _about_plan(bench: Workbench, plan: int, seconds: float, gib: float, fits: i
 
 
 def step(bench: Workbench) -> Scene:
-    """The parts of the step of each plan that has a forecast, and what its ranks hold, beside the best plan's."""
+    """The parts of the step of each plan with a forecast, and the memory of its ranks, beside the best plan's."""
     known = [index for index, one in enumerate(bench.shown) if one.plan in bench.forecasts]
     best = bench.forecast(bench.best)
     rivals = {index: [bench.forecast(index), *([best] if index != bench.best else [])] for index in known}
@@ -166,7 +166,7 @@ def _parts(sheet: Scene, rivals: Sequence[Forecast], names: Sequence[str]) -> No
 
 
 def _held(sheet: Scene, rivals: Sequence[Forecast], names: Sequence[str], limit: float, top: float) -> None:
-    """What the ranks at each place of a pipeline hold, by kind: a column for each."""
+    """The memory of the ranks at each place of a pipeline, by kind: one column per place."""
     x = sheet.text(0, top, "Memory at the peak", size=12, bold=True, anchor="lm") + 8
     sheet.text(x, top, "GiB, by rank of a pipeline", size=11, fill=DIM, anchor="lm")
     high, base, left, gap = top + 30, top + 130, 30, 18
@@ -207,12 +207,12 @@ def _ring(sheet: Scene, x: float, y: float, radius: float, edge: str, fill: Colo
 
 
 def _tint(index: int) -> tuple[Colour, Colour]:
-    """The fill and the outline of a hue; -1 is computing, -2 waiting."""
+    """(fill, outline) of a hue; -1 is computing, -2 waiting."""
     return (HATCH, DIM) if index == -2 else (mix(hue(index), 0.55), hue(index))
 
 
 def round_numbers(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high` for an axis of logarithms, two to nine; else the ends."""
+    """Two to nine round numbers from `low` to `high` for a logarithmic axis; if there are none, the ends."""
     for digits in ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5), (1,)):
         powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
         found = [digit * 10.0**power for power in powers for digit in digits if low <= digit * 10.0**power <= high]

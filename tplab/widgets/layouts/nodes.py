@@ -1,4 +1,4 @@
-"""Which ranks of a plan share a node, and how many nodes a group of each axis is spread over."""
+"""Which ranks of a plan share a node, and over how many nodes a group of each axis is spread."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tplab.forecast.plan import AXES
 
 
 class Group(NamedTuple):
-    """The groups of one axis, or "ep" for the consecutive ranks that share the experts of a layer: how many ranks each
-    has, and on how many nodes they are, at most."""
+    """The groups of one axis, or "ep" for the consecutive ranks that share the experts of a layer: the number of ranks
+    of each, and the most nodes over which one is spread."""
 
     axis: str
     ranks: int
@@ -20,7 +20,7 @@ class Group(NamedTuple):
 
 
 def groups(plan: Plan, node_size: int | None) -> list[Group]:
-    """Of each axis with more than one rank; node_size None: all ranks are one node."""
+    """The groups of each axis with more than one rank. node_size None: all ranks are in one node."""
     nodes = (np.arange(plan.ranks) // (node_size or plan.ranks)).reshape([getattr(plan, axis) for axis in AXES])
     most = [int((np.diff(nodes, axis=at) > 0).sum(axis=at).max()) + 1 for at in range(len(AXES))]
     found = [Group(axis, ranks, many) for axis, ranks, many in zip(AXES, nodes.shape, most) if ranks > 1]
@@ -42,13 +42,13 @@ def on_nodes(plan: Plan, node_size: int | None) -> str:
 
 
 def coordinates(plan: Plan, rank: int) -> str:
-    """Where a rank is on the axes that have more than one: "pp 0 dp 1 tp 5"."""
+    """The coordinates of a rank on the axes with more than one rank: "pp 0 dp 1 tp 5"."""
     sizes = [getattr(plan, axis) for axis in AXES]
     return " ".join(f"{axis} {at}" for axis, size, at in zip(AXES, sizes, np.unravel_index(rank, sizes)) if size > 1)
 
 
 def group_of(plan: Plan, rank: int, axis: str) -> list[int]:
-    """The ranks that differ from this one along an axis only, and this one; of "ep", those that share its experts."""
+    """The ranks that differ from `rank` only along an axis, including itself; for "ep", those with its experts."""
     if axis == "ep":
         first = rank - rank % plan.ep
         return list(range(first, first + plan.ep))

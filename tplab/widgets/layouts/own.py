@@ -1,4 +1,4 @@
-"""A model of the reader's own in the controls of `layout_lab`: its sizes as a text, "layers=32, hidden=4096, ..."."""
+"""The reader's own model in the controls of `layout_lab`: its sizes as text, "layers=32, hidden=4096, ..."."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SIZES = {
     "experts": ("experts, or 0", 4096),
     "experts_per_token": ("of them per token", 256),
 }
-"""Field of a Model -> what its control is called, and the largest number it takes."""
+"""Field of a Model -> the name of its control, and the largest number it accepts."""
 NAME = "your model"
 
 
 def is_own(text: str) -> bool:
-    """Whether a setting of the control "model" has sizes, and is no name."""
+    """Whether a setting of the control "model" consists of sizes rather than a name."""
     return "=" in text
 
 
 def sizes_of(text: str) -> dict[str, int]:
-    """The sizes in such a text. Raises ValueError if one is missing, or is no number that its control takes."""
+    """The sizes in such a text. Raises ValueError if one is missing, or is not a number that its control accepts."""
     found = {}
     for pair in text.split(","):
         name, _, number = (part.strip() for part in pair.partition("="))
@@ -43,13 +43,13 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def own_model(text: str) -> Model:
-    """The model: as Llama, with a gated MLP, rotary positions, no biases and a head of its own. Raises ShapeError for
-    sizes that do not go together."""
+    """A Llama-like model of these sizes, with a gated MLP, rotary positions, no biases and an untied head. Raises
+    ShapeError for sizes that do not fit together."""
     given: dict[str, Any] = {**sizes_of(text), "name": NAME}
     return Model(**given)
 
 
 def sizes(model: Model) -> dict[str, int]:
-    """What the controls show of any model."""
+    """The sizes of any model for the controls."""
     widths = {"kv_heads": model.num_kv_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     return {name: widths[name] if name in widths else getattr(model, name) for name in SIZES}

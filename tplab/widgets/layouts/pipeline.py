@@ -1,4 +1,4 @@
-"""The pipeline of a plan as it is drawn: a few rounds of it, where it has many microbatches."""
+"""The pipeline of a plan as it is drawn: only a few rounds, if it has many microbatches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tplab.units import plain
 from tplab.widgets.schedule.payload import charts
 
 ACTIONS = 3000
-"""So many are drawn, at most, if two rounds of microbatches have no more."""
+"""The most actions that are drawn, unless one microbatch per rank has more."""
 
 
 def drawn(one: Forecast) -> Simulation | None:
-    """The simulated pipeline of a plan, of 16 microbatches or two for each of its ranks; None without a pipeline."""
+    """The simulated pipeline of a plan, with up to 16 microbatches, or two per rank; None without a pipeline."""
     pp = one.plan.pp
     if pp == 1:
         return None
@@ -25,7 +25,7 @@ def drawn(one: Forecast) -> Simulation | None:
 
 
 def about(one: Forecast, run: Simulation) -> str:
-    """What is drawn of it, in sentences."""
+    """A description of what is drawn."""
     few, count = run.schedule.num_microbatches, one.plan.microbatches(one.batch)
     many = f"All {count} microbatches are drawn" if few == count else f"{few} of {count:,} microbatches are drawn"
     many += "" if few == count else ": the rounds in the middle are alike"
@@ -46,7 +46,7 @@ def _ms(seconds: float) -> str:
 
 
 def board(one: Forecast, index: int) -> tuple[dict[str, Any] | None, Mapping[str, np.ndarray]]:
-    """What static/gantt.js draws of the plan at this index: a header and its columns."""
+    """The data for static/gantt.js of the plan at this index: a header and its columns."""
     run = drawn(one)
     if run is None:
         return None, {}

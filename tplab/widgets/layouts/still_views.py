@@ -14,7 +14,7 @@ from tplab.widgets.paper.scene import Scene
 from tplab.widgets.schedule.still import MARGIN, draw_run, lane_heights, legend
 
 NODES, ACROSS = 16, 4
-"""How many nodes are drawn at most, and how many of them side by side."""
+"""The most nodes that are drawn, and how many of them side by side."""
 WIDTH, CELL, HEAD = 900, 21, 15
 
 
@@ -37,7 +37,7 @@ def nodes(one: Forecast) -> Scene:
     found = groups(plan, one.cluster.node_size)
     axes = [group for group in found if group.axis != "ep"]
     colours = {rank: hue(PART_HUES[group.axis]) for group in axes for rank in group_of(plan, 0, group.axis)}
-    sharing = group_of(plan, 0, "ep") if plan.ep > 1 else []  # of all axes, so they have a border and no colour
+    sharing = group_of(plan, 0, "ep") if plan.ep > 1 else []  # of several axes: a border, no colour
     keys = [Key(f"rank 0{', and its groups:' if found else ''}", ACCENT)]
     for axis, ranks, on in found:
         words, colour = f"{axis} {ranks} on {f'{on:,} nodes' if on > 1 else 'a node'}", hue(PART_HUES[axis])
@@ -69,14 +69,14 @@ def nodes(one: Forecast) -> Scene:
 
 
 def _cut(scene: Scene) -> Scene:
-    """Without its margins: the card has its own."""
+    """The scene without its margins, because the card has its own."""
     found = Scene(scene.width - 2 * MARGIN, scene.height)
     scene.paint(found, x=-MARGIN)
     return found
 
 
 def _sizes(one: Forecast) -> tuple[int, int]:
-    """GPUs of a node, and nodes."""
+    """(GPUs per node, nodes)."""
     size = one.cluster.node_size or one.plan.ranks
     size = min(size, one.plan.ranks)
     return min(size, 64), -(-one.plan.ranks // size)

@@ -1,5 +1,5 @@
 """The plans to compare for one choice of model, cluster and sizes: estimates of about a hundred, and the best one's
-forecast. A forecast simulates a plan's pipeline, an estimate adds up paths that were found before; see
+forecast. A forecast simulates a plan's pipeline, an estimate uses paths that were found earlier; see
 `tplab.forecast.pipelines.makespans`."""
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from tplab.forecast import Forecast, Model, Plan, forecast, plans
 from tplab.forecast.ranking import Estimate
 
 MANY = 100
-"""How many plans are shown, at most; the best, and those that are asked for, may come on top."""
+"""The most plans that are shown, apart from the best and those that are added."""
 EXACT = 5
-"""How many of the fastest are simulated to find the best. Nineteen of twenty estimates are what the forecast says, the
+"""How many of the fastest plans are simulated to find the best. Nineteen of twenty estimates equal the forecast, the
 others are up to 1 % off."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a search found.
+    """The result of a search.
 
     shown       the plans that are worth comparing, the fastest first
-    best        the fastest of those that fit; the one that holds least, if none does
+    best        the fastest plan that fits; if none fits, the one that needs the least memory
     considered  how many plans are possible     fitting   how many of them fit
     """
 

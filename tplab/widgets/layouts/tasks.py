@@ -1,4 +1,4 @@
-"""The tasks of `layout_lab`. What counts is the forecast of the chosen plan, beside that of the best one."""
+"""The tasks of `layout_lab`. They are judged by the forecast of the chosen plan, compared with that of the best one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tplab.widgets.paper.task import Claim, Task, Tasks, at_least, at_most, belo
 START = {
     "model": "llama3-8b", "cluster": "h100-measured", "gpus": 64, "batch": 512, "sequence": 8192, "stack": "megatron"
 }  # fmt: skip
-"""What a task begins with, unless it says otherwise."""
+"""The default settings at the start of a task."""
 
 SAME = {"model": "model", "cluster": "cluster", "stack": "software", "gpus": "GPUs", "batch": "sequences per step",
     "sequence": "tokens each"}  # fmt: skip
-"""What a task keeps, unless it is about one of them."""
+"""The settings that a task keeps fixed, unless it is about them."""
 
 LARGE = {**START, "model": "llama3-70b"}
 EIGHTS = Plan(tp=8, pp=8, recompute="full", sequence_parallel=True)

@@ -1,4 +1,4 @@
-"""What `layout_lab` says of plans: names, figures and sentences."""
+"""The texts of `layout_lab` about plans: names, figures and sentences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = {"computing": "computing"} | {
     "optimizer": "optimizer",
     "host": "host",
 }
-"""The parts of a step, and what their bars are called."""
+"""The parts of a step -> the names of their bars."""
 PART_HUES = {"computing": -1, "recompute": 7, "tp": 0, "cp": 4, "ep": 6, "pp": 3, "bubble": -2, "dp": 1,
     "optimizer": 2, "host": 5}  # fmt: skip
 KIND_HUES = {"parameters": 0, "gradients": 1, "optimizer": 2, "gathered": 3, "activations": 4, "logits": 5,
@@ -30,7 +30,7 @@ KINDS = {**NAMES, "optimizer": "optimizer's states"}
 
 
 def badge(one: Forecast) -> str:
-    """Which kind of seconds these are, and how far off they were."""
+    """The kind of the seconds, and the error of such forecasts."""
     if one.cluster.fitted is None:
         return "data sheet: at peak rates"
     if one.measured is None:
@@ -39,7 +39,7 @@ def badge(one: Forecast) -> str:
 
 
 def seconds_text(one: Forecast) -> str:
-    """ "29 s (26.2 to 32 s)"; on a data sheet "29 s at peak rates"; of what nobody measured "29 s, outside ..."."""
+    """ "29 s (26.2 to 32 s)"; with a data sheet "29 s at peak rates"; outside what was measured "29 s, outside ..."."""
     if one.cluster.fitted is None:
         return f"{plain(one.seconds)} s at peak rates"
     if one.low is None or one.high is None:
@@ -48,7 +48,7 @@ def seconds_text(one: Forecast) -> str:
 
 
 def says(one: Forecast, best: Forecast) -> str:
-    """A plan in a sentence: its seconds beside the best's, what its worst rank holds, and why."""
+    """A sentence about a plan: its seconds compared with the best's, the memory of its fullest rank, and why."""
     change = one.seconds / best.seconds - 1
     beside = f", {abs(change):.1%} {'faster' if change < 0 else 'slower'} than the best"
     beside = "" if one is best else beside if abs(change) >= 0.0005 else ", as long as the best"
@@ -65,7 +65,7 @@ def held_text(one: Forecast) -> str:
 
 
 def sentence(best: Forecast, considered: int, fitting: int) -> str:
-    """What the search found, without its full stop."""
+    """The result of the search, without a full stop."""
     where = f"{best.model.name or 'this model'} on {counted(best.plan.ranks, 'GPU')}"
     if not fitting:
         return f"{where}: none of {considered:,} plans fits. {best.plan} holds the least: {best.why}"

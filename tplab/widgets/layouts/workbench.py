@@ -1,4 +1,4 @@
-"""The layout lab without its widget: the settings of the controls go in, and what is shown comes out.
+"""The layout lab without its widget: from the settings of the controls to everything that is shown.
 
 It is plain Python over `tplab.forecast`, so a kernel and a browser (with Pyodide) run the same code. Neither this
 file nor anything it imports needs ipywidgets, a font or Pillow.
@@ -29,11 +29,11 @@ SIZES = {
     "batch": [2**power for power in range(14)],
     "sequence": [2**power for power in range(9, 18)],
 }
-"""What the controls offer beside the numbers that are given; any whole number from 1 to the last one is possible."""
+"""The options of the controls besides the given numbers; any whole number from 1 to the last one is possible."""
 
 
 class Measured(NamedTuple):
-    """What was measured for a plan: seconds of a step, and GiB of the rank that holds most, if that was published."""
+    """A measurement of a plan: seconds of a step, and GiB of the fullest rank, if published."""
 
     plan: Plan
     seconds: float
@@ -41,15 +41,15 @@ class Measured(NamedTuple):
 
 
 class Workbench:
-    """Plans to train a model, of which one is chosen.
+    """Plans for training a model, one of which is chosen.
 
     settings   the state of the controls: model (a name, or the sizes of `own`), cluster, gpus, batch, sequence, stack;
                and the task that the reader works on, "" for none
-    survey     what was found for them
-    shown      the plans in the picture, the fastest first; those that were asked for besides come last. Each has an
-               estimate, or its forecast: the best, the chosen one, and what was measured always have that
-    best, chosen    indices of `shown`
-    notice     what is wrong: no plan is possible with these settings
+    survey     the search's result for them
+    shown      the plans in the picture, the fastest first; added ones come last. Each has an estimate or a forecast:
+               the best, the chosen and the measured plans always have a forecast
+    best, chosen    indices into `shown`
+    notice     a problem: no plan is possible with these settings
     is_stale   whether the settings are impossible, so that the last possible ones are still shown
     """
 
@@ -74,16 +74,16 @@ class Workbench:
 
     @property
     def limit(self) -> float:
-        """GiB that programs can have on a GPU."""
+        """GiB of a GPU's memory that programs can use."""
         return self.forecast(self.best).usable / GIB
 
     @property
     def measured(self) -> tuple[Measured, ...]:
-        """What was measured with these settings."""
+        """The measurements with these settings."""
         return self._measured if self._of_measured.items() <= self.settings.items() else ()
 
     def forecast(self, index: int) -> Forecast:
-        """The forecast of a plan in the picture; it is made when it is first asked for."""
+        """The forecast of a plan in the picture, computed on first use."""
         plan = self.shown[index].plan
         if plan not in self.forecasts:
             one, best = self._exactly(plan), self.forecasts[self.shown[self.best].plan]
@@ -121,8 +121,8 @@ class Workbench:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from 1 to {offered[-1]:,}")
 
     def ask(self, settings: Mapping[str, Any]) -> None:
-        """Show the plans for these settings. Raises ValueError for settings that no control can make; `notice` has the
-        rest."""
+        """Show the plans for these settings. Raises ValueError for settings that no control can produce; other problems
+        are in `notice`."""
         self.check(settings)
         settings = {"task": "", **settings}
         if settings == self.settings and not self.is_stale:
@@ -143,7 +143,7 @@ class Workbench:
 
     def choose(self, chosen: Plan | int) -> None:
         """Choose a plan, which is added if it is not shown, or the one at an index. Raises PlanError if it cannot train
-        the model, and ValueError for an index that no plan has."""
+        the model, and ValueError for an invalid index."""
         if isinstance(chosen, int):
             if not 0 <= chosen < len(self.shown):
                 raise ValueError(f"chosen is {chosen}; there are plans 0 to {len(self.shown) - 1}")
@@ -153,12 +153,12 @@ class Workbench:
         self.forecast(self.chosen)
 
     def complete(self) -> None:
-        """Forecast every plan in the picture, so that all can be chosen where no Python is."""
+        """Forecast every plan in the picture, so that all can be chosen without Python."""
         for index in range(len(self.shown)):
             self.forecast(index)
 
     def _add(self, plan: Plan) -> int:
-        """The index of a plan that has its forecast."""
+        """The index of a plan, added with its forecast if it is not shown."""
         if all(one.plan != plan for one in self.shown):
             one = self._exactly(plan)
             self.shown.append(Estimate(plan, one.seconds, one.peak.total))
@@ -166,7 +166,7 @@ class Workbench:
         return self.place(plan)
 
     def place(self, plan: Plan) -> int:
-        """The index of a plan that is shown."""
+        """The index of a shown plan."""
         return next(index for index, one in enumerate(self.shown) if one.plan == plan)
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,12 +198,12 @@ class Workbench:
         return f"{text}. Measured by {self.by}: {said}."
 
     def says(self, index: int) -> str:
-        """A plan in a sentence."""
+        """A sentence about a plan."""
         return words.says(self.forecast(index), self.forecast(self.best))
 
     def points(self) -> dict[str, np.ndarray]:
-        """Of each plan: seconds, GiB of the rank that holds most, whether it is on the front (no other plan is both
-        faster and smaller), and whether it fits: 0 no, 1 it may, 2 it does."""
+        """For each plan: seconds, GiB of the fullest rank, whether it is on the Pareto front, and whether it fits: 0
+        for no, 1 for perhaps, 2 for yes."""
         best = self.forecast(self.best)
         exact = [self.forecasts.get(one.plan) for one in self.shown]
         seconds = np.array([one.seconds if of is None else of.seconds for one, of in zip(self.shown, exact)])
@@ -217,8 +217,8 @@ class Workbench:
         return {"seconds": seconds, "gib": held / GIB, "front": front, "fits": fits}
 
     def traits(self) -> dict[str, Any]:
-        """What the card shows besides the board."""
-        one = self.forecast(self.chosen)  # which may be faster than what seemed the best
+        """The parts of the card besides the board."""
+        one = self.forecast(self.chosen)  # which may turn out to be faster than the best so far
         return {
             "settings": dict(self.settings),
             "chosen": self.chosen,
@@ -230,7 +230,7 @@ class Workbench:
         }
 
     def choices(self) -> dict[str, list[Any]]:
-        """What the controls offer."""
+        """The options of the controls."""
         given = {name: sorted({*sizes, self.settings[name]}) for name, sizes in SIZES.items()}
         offered = {"model": [*self.models], "cluster": [*self.clusters], **given, "stack": [*STACKS]}
         own_sizes = [[name, *about] for name, about in own.SIZES.items()]

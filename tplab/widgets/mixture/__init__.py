@@ -1,1 +1,1 @@
-"""What `experts` draws: a layer of experts, read from a trace."""
+"""The picture of `experts`: a layer of experts, read from a trace."""

@@ -1,8 +1,8 @@
-"""The picture of `experts`: rows that travel between ranks, what each expert computes, and who waits.
+"""The picture of `experts`: rows sent between ranks, what each expert computes, and which ranks wait.
 
-From left to right: each rank's tokens; ribbons for the rows that go to each rank, as wide as there are rows; a bar for
-each expert, as long as it has rows to compute; and the time of each rank. A layer of L levels has 2 L + 1 steps of the
-playhead: the exchanges, the experts, and the exchanges back.
+From left to right: each rank's tokens; ribbons for the rows sent to each rank, with widths in proportion to rows; a bar
+for each expert, with a length in proportion to rows; and the time of each rank. A layer of L levels has 2 L + 1 steps
+of the playhead: the exchanges, the experts, and the exchanges back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SAMPLES = np.linspace(0, 1, 13)
 
 @dataclass(frozen=True)
 class Place:
-    """Where things are, in pixels: the left sides of tokens, ribbons, experts and times, and the rows of ranks."""
+    """The layout, in pixels: the left sides of tokens, ribbons, experts and times, and the rows of ranks."""
 
     width: float
     ranks: int
@@ -104,7 +104,7 @@ def _slowest(layers: Sequence[Layer]) -> float:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """One layer: it is there during `whole`, and begins at a step."""
+    """The drawing of one layer, which is visible during `whole` and begins at a step."""
 
     sheet: Scene
     place: Place
@@ -124,7 +124,7 @@ class _Drawing:
         self._times(slowest)
 
     def _exchange(self, level: Level, number: int, left: float, right: float, per_row: float) -> None:
-        """Ribbons from the ranks' blocks on the left to those on the right, and rows that travel along them."""
+        """Ribbons from the ranks' blocks on the left to those on the right, and rows that move along them."""
         sheet, (begin, end), there = self.sheet, self.whole, self.step + number
         back = self.step + self.layer.num_steps - 1 - number
         left, right = left + 2, right - 4 - _BLOCK
@@ -144,7 +144,7 @@ class _Drawing:
             if len(self.layer.levels) == 1:
                 name = f"dispatch{f' along {level.axis}' * self.place.is_wide}"
             sheet.text((left + right) / 2 + 4, 12, name, size=10.5, fill=DIM)
-            for rank in self.layer.ranks if number and self.place.is_wide else ():  # who passes rows on
+            for rank in self.layer.ranks if number and self.place.is_wide else ():  # the ranks that pass rows on
                 top = self.place.top(self.layer.ranks.index(rank))
                 sheet.text(left + 4, top - 6, f"rank {rank}", size=8.5, fill=DIM)
 
@@ -152,7 +152,7 @@ class _Drawing:
         self, origin: int, size: float, sides: tuple[float, float], tops: tuple[float, float], steps: tuple[int, int],
         stays: bool,
     ) -> None:  # fmt: skip
-        """One rank's rows between two blocks, from `tops[0]` to `tops[1]`: where they go, and as they travel."""
+        """One rank's rows between two blocks, from `tops[0]` to `tops[1]`: their path, and the rows moving along it."""
         sheet, (begin, end), (there, back), (left, right), (y, to) = self.sheet, self.whole, steps, sides, tops
         colour = hue(origin) if origin >= 0 else DIM
         xs = left + _BLOCK + (right - left - _BLOCK) * _SAMPLES
@@ -191,7 +191,7 @@ class _Drawing:
         return [*said, ("room", "in a slot there may be a row")] if level.is_padded else said
 
     def _experts(self, most: int) -> None:
-        """A bar for each expert, made of what each rank's tokens give it to compute."""
+        """A bar for each expert, with a segment for the rows of each rank's tokens."""
         sheet, place, layer, (begin, end) = self.sheet, self.place, self.layer, self.whole
         left, step = place.experts + 22, self.step + len(layer.levels)
         per_row = (place.times - left - 42) / max(most, 1)

@@ -1,8 +1,8 @@
-"""A layer of experts, read from a trace: which rows travelled, for which experts, and what each rank computed.
+"""A layer of experts, read from a trace: which rows were sent, for which experts, and what each rank computed.
 
-A trace has collectives and computing, and no layers. A dispatch is found by its messages: before the experts' products,
-ranks exchange rows of floats [N, D], and beside them whole numbers, which say how many rows come (in torch) or which
-experts each row is for. As many exchanges of rows after the products are its combine.
+A trace has collectives and computations, but no layers. A dispatch is recognised by its messages: before the experts'
+products, ranks exchange rows of floats [N, D], and with them whole numbers, which are the numbers of rows (in torch) or
+the experts of each row. Equally many exchanges of rows after the products are its combine.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _EXCHANGES = ("all_to_all", "all_gather", "reduce_scatter")
 class Level(NamedTuple):
     """One exchange of a dispatch, and its way back.
 
-    axis     along which ranks exchange rows, and for each rank the places of those that it exchanges with
-    pairs    [R, R] rows by source and target; those on the diagonal stay where they are
-    there, back   the rows' collective on each rank, and that which returns the results
+    axis     the axis along which ranks exchange rows, and for each rank the places of its partners
+    pairs    [R, R] rows by source and target; those on the diagonal stay on their rank
+    there, back   the rows' collective on each rank, and the one that returns the results
     beside   the counts, choices and weights that each rank sends with its rows
     """
 
@@ -48,7 +48,7 @@ class Level(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        """Whether empty slots travel too, because XLA needs the size of each message in advance."""
+        """Whether empty slots are sent too, because XLA needs the size of each message in advance."""
         return not self.is_gather and all(len(event.shape) > 1 for events in self.beside for event in events)
 
     def last(self, place: int) -> Event:
@@ -57,7 +57,7 @@ class Level(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """When one rank has begun a layer, has all rows, has computed, no longer waits for other ranks, and is ready."""
+    """When one rank began a layer, had all rows, had computed, no longer waited for other ranks, and was done."""
 
     begin: float
     arrived: float
@@ -76,12 +76,12 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The forward pass of one layer on R ranks with E experts, of which each rank has E/R neighbours.
+    """The forward pass of one layer on R ranks with E experts, E/R neighbouring ones on each rank.
 
     ranks     the ranks' numbers in the trace
     loads     [R, E] choices, by the rank of the token and by expert: as many rows as the expert computes
-    tokens    [R][E] the tokens that these are, counted from 0 on each rank; () if only the trace is known
-    dropped   [R] choices that found no room; () if only the trace is known
+    tokens    [R][E] the tokens of these choices, counted from 0 on each rank; () if only the trace is known
+    dropped   [R] choices that were dropped; () if only the trace is known
     reach     [R, R] tokens by their rank and by a rank that has any of their experts
     flops     [R] of what each rank computes between dispatch and combine
     """
@@ -97,7 +97,7 @@ class Layer:
 
     @property
     def here(self) -> int:
-        """How many experts each rank has."""
+        """The number of experts of each rank."""
         return self.loads.shape[1] // len(self.ranks)
 
     @cached_property
@@ -111,13 +111,13 @@ class Layer:
 
     @cached_property
     def nodes(self) -> list[int]:
-        """[R]: which ranks exchange rows with one another at the last of several levels, numbered in order."""
+        """[R]: the number, in order, of the set of ranks that exchange rows at the last of several levels."""
         groups = [min(group) for group in self.levels[-1].groups]
         return [sorted({*groups}).index(group) for group in groups]
 
     def origins(self, number: int, source: int, target: int) -> list[tuple[int, int]]:
-        """Whose tokens the rows from `source` to `target` at a level are: (rank, rows). At a second level `source`
-        passes on the rows of those with which it exchanged at the first; rank -1 if it is not known whose they are."""
+        """The ranks whose tokens are in the rows from `source` to `target` at a level: (rank, rows). At a second level
+        `source` passes on rows of its partners at the first; rank -1 if these are unknown."""
         rows = int(self.levels[number].pairs[source, target])
         if not number:
             return [(source, rows)]
@@ -127,7 +127,7 @@ class Layer:
 
 
 def layers_of(trace: Trace, choices: Any = None, experts: int | None = None) -> list[Layer]:
-    """The layers of experts that rank 0 takes part in, in order. Raises TraceError and ShapeError."""
+    """The layers of experts of rank 0, in order. Raises TraceError and ShapeError."""
     check_shown([trace], Trace)
     if not any(kind_of(event.op) == "product" for event in trace.select(kind="compute", rank=0).events):
         raise TraceError(
@@ -168,7 +168,7 @@ class _Log:
 
 
 def _taking_part(trace: Trace) -> list[_Log]:
-    """Rank 0, and all ranks that its rows may come to."""
+    """Rank 0, and all ranks that its rows may reach."""
     found, new = dict[int, _Log](), [0]
     while new:
         rank = new.pop()
@@ -240,7 +240,7 @@ def _layer(
 
 
 def _level(trace: Trace, logs: Sequence[_Log], level: Sequence[int], back: int) -> Level:
-    """What travels at one level. Its bytes must be those that the trace says."""
+    """The rows sent at one level. Their bytes must match those of the trace."""
     place_of = {log.rank: place for place, log in enumerate(logs)}
     row = _rows(logs[0].sent, level)
     there = [log.sent[row] for log in logs]
@@ -267,7 +267,7 @@ def _level(trace: Trace, logs: Sequence[_Log], level: Sequence[int], back: int) 
 
 
 def _here(work: Sequence[Event]) -> int:
-    """How many experts a rank has, from what it computes: rows counted for each, or one product for all of them."""
+    """The number of experts of a rank, from its computations: rows counted for each, or one product for all of them."""
     for event in work:
         if (event.op == "bincount" and len(event.shape) == 1) or (event.op == "dot_general" and len(event.shape) == 3):
             return event.shape[0]
@@ -275,7 +275,7 @@ def _here(work: Sequence[Event]) -> int:
 
 
 def _carried(level: Level, size: int) -> tuple[np.ndarray, tuple[()], tuple[()], np.ndarray]:
-    """Loads from the choices that travel beside the rows of the first level."""
+    """Loads from the choices that are sent with the rows of the first level."""
     num_ranks = len(level.pairs)
     loads, reach = np.zeros((num_ranks, size), int), np.zeros((num_ranks, num_ranks), int)
     for place, group in enumerate(level.groups):
@@ -308,7 +308,7 @@ def _add_reach(reach: np.ndarray, sources: np.ndarray, chosen: np.ndarray, size:
 def _chosen(
     level: Level, ranks: Sequence[int], choices: Any, size: int
 ) -> tuple[np.ndarray, Any, list[int], np.ndarray]:
-    """Loads from a table of choices, which must send the rows that travelled at the first level."""
+    """Loads from a table of choices, which must match the rows that were sent at the first level."""
     table = table_of(choices, size)
     each = share(len(table), len(ranks), "the number of tokens is", axis=level.axis)
     loads = np.zeros((len(ranks), size), int)

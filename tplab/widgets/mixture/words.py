@@ -1,4 +1,4 @@
-"""What `experts` says of a layer, step by step."""
+"""The texts of `experts` about a layer, step by step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tplab.widgets.mixture.reading import Layer
 
 
 def says(layer: Layer, step: int, unit: str, name: str = "") -> tuple[str, str]:
-    """The line below the picture while a step, from 1, is done: what it is, and what happens."""
+    """The line below the picture during a step, counted from 1: its name, and what happens."""
     count, head = len(layer.levels), f"{name}: " * bool(name)
     if step == count + 1:
         several = not layer.levels[-1].is_gather and (layer.of_ranks > layer.levels[-1].pairs.sum(0)).any()
@@ -55,7 +55,7 @@ def _computing(layer: Layer, unit: str) -> str:
 
 
 def sentence(layers: list[Layer], unit: str) -> str:
-    """The whole picture; of several layers the first."""
+    """A sentence about the whole picture; of several layers, about the first."""
     layer = layers[0]
     loads = layer.loads.sum(0)
     more = f", the first of {len(layers)} layers" if len(layers) > 1 else ""

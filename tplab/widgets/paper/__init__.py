@@ -1,1 +1,1 @@
-"""What all widgets share: colours, units, pens, the card, and how data reaches the browser."""
+"""Parts that all widgets share: colours, units, pens, the card, and the data for the browser."""

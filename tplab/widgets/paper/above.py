@@ -1,4 +1,4 @@
-"""What is said above a picture, in the picture."""
+"""The text above a picture, drawn into it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tplab.widgets.paper.pen import Pen
 
 
 def paragraphs(text: str) -> list[str]:
-    """The lines of a text; one that ends inside a sentence goes on in the next."""
+    """The paragraphs of a text; a line that ends within a sentence is joined with the next."""
     return [line.replace("\n", " ") for line in re.split(r"(?<=[.?!:])\n", text)]
 
 

@@ -12,7 +12,7 @@ SOLID = {F: "F", B: "IW", I: "I", W: "W"}
 
 
 class Sheet(Protocol):
-    """What is drawn on: a `Pen` or a `Scene`."""
+    """A drawing surface: a `Pen` or a `Scene`."""
 
     def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None: ...  # fmt: skip
@@ -35,8 +35,8 @@ def draw_action(
     tier: float = 0.0,
     colour: str | None = None,
 ) -> None:
-    """A bar from x to right, in the colours of its kind: a B is an I and a W. Later stages of its rank are
-    lighter, up to `tier` 1. With a `colour` of its own, F is solid, B and I are tinted, W is pale."""
+    """Draw a bar from x to right, in the colours of its kind: a B is an I and a W. Later stages of its rank are
+    lighter, up to `tier` 1. With a given `colour`, F is solid, B and I are tinted, W is pale."""
     gap = 1.0 if right - x > 3.5 else 0.0
     x, width = x + gap / 2, max(right - x - gap, 0.7)
     radius = 3 if width > 4 and size > 5 else 0

@@ -21,7 +21,7 @@ _CLEAR = 255  # the palette's index for "unchanged"
 
 
 def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: int = 1) -> bytes:
-    """RGB images of one size as one PNG, which is animated if there are several; `plays` = 0 repeats it for ever."""
+    """RGB images of one size as one PNG, animated if there are several; `plays` = 0 repeats it forever."""
     palette = _palette(frames)
     nearest = _Nearest(palette)
     flat = [nearest(image) for image in frames]
@@ -51,7 +51,7 @@ def encode(frames: Sequence[Image.Image], milliseconds: Sequence[int], plays: in
 
 
 def _palette(frames: Sequence[Image.Image]) -> np.ndarray:
-    """Our own colours, even if they cover few pixels, and then those that cover most of a few sample frames."""
+    """Our own colours, even if they cover few pixels, then those that cover most of a few sample frames."""
     few = [frames[index * (len(frames) - 1) // 2].reduce(2) for index in range(3)]
     sheet = Image.new("RGB", (few[0].width, few[0].height * len(few)))
     for index, image in enumerate(few):

@@ -1,4 +1,4 @@
-"""What all widgets share in Python: putting their JavaScript together, and what is shown without a kernel."""
+"""The base of all widgets in Python: assembling their JavaScript, and the picture that is shown without a kernel."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _STATIC = Path(__file__).parents[1] / "static"
 
 @cache
 def script(*names: str) -> str:
-    """The ES modules static/{name}.js, and before them those that they import, as one module.
+    """The ES modules static/{name}.js, preceded by those that they import, as one module.
 
-    anywidget loads a widget's script from a blob, where a relative import has nothing to be relative to. So we drop the
-    imports between these files and the word `export` (all top-level names in the files are different). We also drop
-    comments and indentation, because the script is sent with every widget.
+    anywidget loads a widget's script from a blob, where relative imports do not work. So we drop the imports between
+    these files and the word `export` (all top-level names in the files are different). We also drop comments and
+    indentation, because the script is sent with every widget.
     """
     found = dict[str, str]()
 
@@ -53,10 +53,10 @@ def style() -> str:
 
 
 def in_turn(method: Method) -> Method:
-    """A method of a card that begins when what was asked before is done.
+    """A method of a card that waits until earlier calls are done.
 
     JupyterLab sends a widget's first message to the kernel's main thread and the later ones to another thread. An
-    answer in the middle of a search would send the browser the settings from before it.
+    answer in the middle of a search would send outdated settings to the browser.
     """
 
     @wraps(method)
@@ -68,14 +68,14 @@ def in_turn(method: Method) -> Method:
 
 
 class Card(anywidget.AnyWidget):
-    """A widget that is also a picture and a sentence. Its repr is the sentence."""
+    """A widget that also has a picture and a sentence. Its repr is the sentence."""
 
     _css = style()
     sentence: str
     above = traitlets.Unicode("").tag(sync=True)
-    """What is said above it; the first line is the heading."""
+    """The text above it; the first line is the heading."""
     kept: ClassVar[tuple[str, ...]] = ()
-    """The traits that readers change and that a link to a page keeps, in the order in which they must be set."""
+    """The traits that readers change and that a link to a page preserves, in the order in which they must be set."""
 
     def __init__(self, **traits: Any):
         self._turn = threading.RLock()

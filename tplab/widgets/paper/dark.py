@@ -1,7 +1,7 @@
 """A still picture for dark paper: the same PNG with other colours in its palette.
 
 The pictures of `apng` have a palette, and their pixels are indices into it. So a dark version has other colours but the
-same pixels and frames. It can be made from any picture, even one in a notebook, in no time and without drawing.
+same pixels and frames. It can be made from any picture, even one in a notebook, instantly and without drawing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TO_LAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468], [1.9779984951, 
 
 
 def darkened(png: bytes) -> bytes:
-    """A PNG with a palette, moving or not, for dark paper.
+    """A PNG with a palette, animated or not, for dark paper.
 
-    Every colour keeps its hue, and its lightness is reversed as `turned` says. Dark on light becomes light on dark, and
+    Every colour keeps its hue, and its lightness is reversed by `turned`. Dark on light becomes light on dark, and
     letters on a coloured box stay as easy to read.
     """
     if b"PLTE" not in png:

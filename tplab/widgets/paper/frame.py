@@ -19,7 +19,7 @@ def draw_edge(sheet: Sheet, width: float, height: float) -> None:
 
 
 def draw_head(sheet: Sheet, width: float, title: str, about: str, badge: str, margin: float = MARGIN) -> None:
-    """What is shown, and on the right with which clock."""
+    """The title and the description, and on the right the clock."""
     x, right = margin + sheet.text(margin, 26, title, size=14, bold=True, anchor="lm") + 10, width - margin
     room = sheet.width_of(badge, 10.5) + 18 if badge else 0
     sheet.text(x, 26.5, fitted(about, 11, right - room - 8 - x, sheet.width_of), size=11, fill=DIM, anchor="lm")
@@ -29,7 +29,7 @@ def draw_head(sheet: Sheet, width: float, title: str, about: str, badge: str, ma
 
 
 def draw_facts(sheet: Sheet, facts: Iterable[tuple[str, str, str]], y: float) -> None:
-    """Figures side by side: what each is, the figure, and a note."""
+    """Figures side by side: the name of each, the figure, and a note."""
     x = float(MARGIN)
     for name, figure, note in facts:
         sheet.text(x, y, name, size=10, fill=DIM, anchor="lm")
@@ -42,7 +42,7 @@ def draw_facts(sheet: Sheet, facts: Iterable[tuple[str, str, str]], y: float) ->
 def draw_axis(
     sheet: Sheet, at: Callable[[float], float], end: float, unit: str, most: int, right: float, y: float
 ) -> None:
-    """Times from 0 to `end` where at(time) says, about `most` of them."""
+    """About `most` times from 0 to `end`, each at x = at(time)."""
     for time in ticks(0.0, end, most, unit):
         sheet.text(min(at(time), right), y, time_text(time, unit, end), size=10, fill=DIM)
 
@@ -53,12 +53,12 @@ def draw_playhead(sheet: Sheet, x: float, top: float, bottom: float) -> None:
 
 
 def lines_said(width: float, head: str, said: str) -> list[str]:
-    """Where the playhead is, and what happens there, in two lines at most."""
+    """The position of the playhead, and what happens there, in at most two lines."""
     return textwrap.wrap(f"{head}  —  {said}", int((width - 2 * MARGIN) / 6.8), max_lines=2, placeholder=" …")
 
 
 def draw_said(sheet: Sheet, width: float, y: float, head: str, said: str, after: str) -> None:
-    """These lines, and one below them."""
+    """Draw these lines, and one below them."""
     first, *lines = lines_said(width, head, said)
     x = MARGIN + sheet.text(MARGIN, y, head, size=11.5, bold=True, anchor="lm")
     sheet.text(x, y, first[len(head) :], size=11.5, anchor="lm")
@@ -69,7 +69,7 @@ def draw_said(sheet: Sheet, width: float, y: float, head: str, said: str, after:
 
 
 class Warned:
-    """A trace's warnings, in lines for a picture `width` wide. `height` is what they take; 0 without any."""
+    """A trace's warnings, in lines for a picture `width` wide. `height` is their height; 0 without any."""
 
     def __init__(self, text: str, width: float):
         self._lines = textwrap.wrap(text, int((width - 2 * MARGIN - 10) / 6.2))

@@ -1,4 +1,4 @@
-"""What the marks of a picture mean: the page and the still picture have one legend, which Python draws."""
+"""The legend of a picture, drawn by Python for both the page and the still picture."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ACTIONS = {"F": F, "B": B, "I": I, "W": W}
 
 
 class Key(NamedTuple):
-    """An entry of a legend: a text, and how what it explains looks.
+    """An entry of a legend: a text, and a sample of the mark that it explains.
 
     sign    "box"; "border", with a thick edge; in its colour "hatch", "dashes", "dashed", "stair"; in the fill's
             "cross", "disc", "strip"; "parts", segments of a sum; "hues", several colours; "later", a rank's stages;
-            "diamond", what was measured; "F", "B", "I", "W", an action, in its own or the fill's colour; "" only a text
+            "diamond", a measurement; "F", "B", "I", "W", an action, in its own or the fill's colour; "" only a text
     """
 
     text: str
@@ -32,7 +32,7 @@ class Key(NamedTuple):
     sign: str = "box"
 
     def draw(self, sheet: Sheet, x: float, y: float) -> None:
-        """In a box of 18 x 11 pixels."""
+        """Draw the mark in a box of 18 x 11 pixels."""
         edge, middle = self.edge or INK, y + TALL / 2
         if self.sign == "diamond":
             draw_diamond(sheet, x + 9, middle)
@@ -69,20 +69,20 @@ _STRIPS = {
 }
 IDLE = Key("idle", SOFT, HATCH, "hatch")
 WORKS = {kind: (mix(colour, 0.55), colour) for kind, colour in OPS.items()}
-"""How computing looks on a timeline, by kind: its fill and its outline. A collective, by what it does, is paler."""
+"""The fill and the outline of computing on a timeline, by kind. Collectives, by their effect, are paler."""
 WORKS |= {kind: (mix(OPS[kind], 0.24), OPS[kind]) for kind in ("combines", "moves")}
 OTHER_WORK = Key("other work", mix(WORK, 0.42), WORK)
 
 
 def actions(kinds: Iterable[int], colour: Colour | None = None) -> list[Key]:
-    """The kinds of a schedule's actions that occur."""
+    """The entries for the kinds of a schedule's actions that occur."""
     says = {"F": "F forward", "B": "B backward: I, then W", "I": "I input gradient", "W": "W weight gradient"}
     there = {*kinds}
     return [Key(text, colour, None, sign) for sign, text in says.items() if _ACTIONS[sign] in there]
 
 
 def draw_legend(sheet: Sheet, keys: Sequence[Key], left: float, y: float, width: float) -> None:
-    """In as many lines as there must be; y is the middle of the first."""
+    """Draw the legend in as many lines as necessary; y is the middle of the first."""
     for key, (x, line) in zip(keys, _places(keys, width, sheet.width_of)):
         x, middle = left + x, y + LINE_HEIGHT * line
         key.draw(sheet, x, middle - TALL / 2)

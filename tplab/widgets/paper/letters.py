@@ -1,4 +1,4 @@
-"""Letters without a font: which of them a line can have, and about how wide they are."""
+"""Letters without a font: which ones a line can contain, and their approximate widths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHER, _MONO, _BOLD = 0.6, 0.602, 1.1
 
 
 def about_width(text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
-    """How wide a text is, within a few percent, when no font is available."""
+    """The width of a text, within a few percent, when no font is available."""
     text = one_line(text)
     if mono:
         return size * _MONO * len(text)
@@ -26,7 +26,7 @@ def about_width(text: str, size: float = 11, bold: bool = False, mono: bool = Fa
 
 
 def one_line(text: str) -> str:
-    """The text with a space for each line end, tab and other character that no font draws; XML forbids some of them."""
+    """The text with spaces for line ends, tabs and other characters that no font draws; XML forbids some of them."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text)
 
 

@@ -1,4 +1,4 @@
-"""What others have measured, to show beside what is modelled; it always says who measured it."""
+"""Published measurements to show beside modelled values, always with their source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tplab.widgets.paper.palette import INK, PAPER
 
 
 def check_measured(name: str, amount: float, by: str) -> None:
-    """Raises ValueError if this amount does not say who measured it, or cannot have been measured."""
+    """Raise ValueError for a measured amount without a source, or one that is impossible."""
     if not by:
         raise ValueError(f"{name!r} has a measured value; say in `by` who measured it, and where it is published")
     if not 0 <= amount < math.inf:
@@ -21,10 +21,10 @@ def check_measured(name: str, amount: float, by: str) -> None:
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations that others have measured, each from the start of what a trace shows.
+    """Published durations, each from the start of what a trace shows.
 
     seconds   what was measured -> how long it took
-    by        who has measured it
+    by        who measured it
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Durations:
 
     @property
     def rows(self) -> list[tuple[str, float, str]]:
-        """Name, seconds, and the seconds in words."""
+        """(name, seconds, the seconds as text)."""
         return [(name, duration, time_text(duration, "s")) for name, duration in self.seconds.items()]
 
     @property
@@ -52,6 +52,6 @@ class Durations:
 
 
 def draw_diamond(sheet: Sheet, x: float, y: float) -> None:
-    """The mark of what was measured."""
+    """The mark of a measurement."""
     for radius, fill in ((6.2, PAPER), (5.2, INK)):
         sheet.area([(x, y - radius), (x + radius, y), (x, y + radius), (x - radius, y)], fill)

@@ -20,11 +20,11 @@ KINDS = {"F": "#1f55bd", "I": "#55b3a6", "W": "#f0c969"}
 
 OPS = {"product": "#43558c", "backward": "#4a9d97", "norm": "#8f6fc4", "elementwise": "#8fa0bb", "copy": "#c3cbd9"}
 OPS |= {"computing": WORK, "combines": HUES[1], "moves": HUES[0]}
-"""Colours of what a rank does, by kind of operation. "backward" is a product of a backward pass; "computing" is of an
-unknown kind. A collective "combines" data, as a sum does, or only "moves" it."""
+"""Colours of a rank's work, by kind of operation. "backward" is a product of a backward pass; "computing" is of unknown
+kind. A collective "combines" data, as a sum does, or only "moves" it."""
 
 GRADIENT = "#1d7f72"
-"""The colour of a message with gradients in a pipeline: that of I, dark enough for white letters."""
+"""The colour of a message with gradients in a pipeline: that of I, darkened for white letters."""
 
 
 _TOKENS = {INK: "ink", DIM: "dim", LINE: "line", SOFT: "soft", PAPER: "paper", ACCENT: "accent", HATCH: "hatch"}
@@ -39,7 +39,7 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 class Mixed(tuple[int, int, int]):
-    """RGB on light paper, and what it was mixed of: a browser mixes it on the paper that it has."""
+    """RGB on light paper, and its components: a browser mixes them on its own paper."""
 
     colour: str
     share: float
@@ -55,7 +55,7 @@ def mix(colour: str, share: float, paper: str = PAPER) -> Mixed:
 
 
 def token(colour: Colour) -> str:
-    """What a colour is called in static/tplab.css: "c3"; "c3 26" for 26% of it over paper."""
+    """The name of a colour in static/tplab.css: "c3"; "c3 26" for 26% of it over paper."""
     if isinstance(colour, Mixed):
         return f"{_TOKENS[colour.colour]} {100 * colour.share:g}"
     return WHITE if colour == WHITE else _TOKENS[str(colour)]
@@ -66,7 +66,7 @@ def hue(index: int) -> str:
 
 
 def shades() -> list[tuple[int, int, int]]:
-    """The colours that pictures are made of: each one plain, mixed with paper, and as in its smoothed edges."""
+    """The colours of pictures: each one plain, mixed with paper, and as in its smoothed edges."""
     paper = [rgb(PAPER), rgb(SOFT), rgb(LINE), rgb(HATCH)]
     greys = [mix(colour, share / 8) for colour in (INK, DIM) for share in range(1, 9)]
     strong = [mix(colour, share) for colour in (ACCENT, WORK) for share in (1, 0.7, 0.42, 0.22)]

@@ -14,10 +14,10 @@ from tplab.widgets.paper.wire import pack
 
 
 class Played(Card):
-    """`step` is where the playhead is. The pictures are the same again after `period` steps.
+    """`step` is the position of the playhead. The pictures repeat after `period` steps.
 
-    says    at each step: what it is, and what happens
-    times   when the steps begin, and `lanes` what is drawn below them, if there is a run
+    says    for each step: its name, and what happens
+    times   when the steps begin; `lanes` is drawn below the pictures, if there is a run
     """
 
     _esm = script("tiles")

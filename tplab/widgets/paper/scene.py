@@ -1,4 +1,4 @@
-"""A sheet that keeps what is drawn on it: a still picture and the browser (static/scene.js) paint the same things."""
+"""A sheet that records what is drawn on it, to be painted in a still picture and in the browser (static/scene.js)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tplab.widgets.paper.letters import about_width, one_line
 from tplab.widgets.paper.palette import INK, Colour, token
 
 Rows = Sequence[tuple[str, str]]
-"""What a hint says: (what, text) for each row. A row without `what` is a heading."""
+"""The rows of a tooltip: (what, text). A row without `what` is a heading."""
 _FINE = 20  # lengths are sent in twentieths of a pixel
-_PLACE = {"text": 2, "line": 0, "area": 0, "curve": 0}  # numbers that say where a part is, if not four
-_LARGER = 1.05  # letters in the browser, most of whose fonts are narrower, than in a still picture
+_PLACE = {"text": 2, "line": 0, "area": 0, "curve": 0}  # how many numbers give the place of a part, if not four
+_LARGER = 1.05  # letters in the browser, where most fonts are narrower than in a still picture
 
 
 Curve = Sequence[float]
@@ -28,26 +28,26 @@ Curve = Sequence[float]
 
 
 class Mark(NamedTuple):
-    """What a thing is that one can point at: what the hint says, and a number that the widget knows it by; -1: none."""
+    """Something that can be hovered over: the rows of its tooltip, and the widget's number for it; -1: none."""
 
     rows: tuple[tuple[str, str], ...] = ()
     key: int = -1
 
 
 class When(NamedTuple):
-    """Where the playhead is while a thing is there: after `begin`, and up to `end`."""
+    """The positions of the playhead at which something is visible: after `begin`, and up to `end`."""
 
     begin: float = -math.inf
     end: float = math.inf
 
     def share(self, position: float) -> float:
-        """How much of it is over, from 0 to 1."""
+        """The share of it that has passed, from 0 to 1."""
         return 1.0 if math.isinf(self.begin) else (position - self.begin) / (self.end - self.begin)
 
 
 class Part(NamedTuple):
-    """A thing that was drawn: the name of the sheet's method, where it is, and how it looks. `path` is the number of
-    the curve that it is, or that it travels along; -1 for none."""
+    """Something that was drawn: the name of the sheet's method, its place, and its look. `path` is the number of the
+    curve that it is, or along which it moves; -1 for none."""
 
     method: str
     place: tuple[float, ...]
@@ -62,15 +62,15 @@ class Part(NamedTuple):
 class Scene:
     """A sheet of `width` x `height` pixels for pictures that have a playhead.
 
-    Everything drawn inside `during` is there for some of its positions only, inside `along` it travels meanwhile, and
-    inside `about` it says what it is. `paint` draws the picture at one position on another sheet.
+    Everything drawn inside `during` is visible only at some of its positions, inside `along` it moves meanwhile, and
+    inside `about` it has a tooltip. `paint` draws the picture at one position on another sheet.
     """
 
     def __init__(self, width: float, height: float, label: str = ""):
         self.width, self.height, self.label = width, height, label
-        self.narrow: Scene | None = None  # what is painted instead where there is little room
+        self.narrow: Scene | None = None  # painted instead if there is little room
         self.paths, self.looks, self.texts, self.hints = Once(), Once(), Once(), Once()
-        self._lengths = array("d")  # of each part: x, y, width, height, and when it is there
+        self._lengths = array("d")  # of each part: x, y, width, height, and when it is visible
         self._codes = array("q")  # its look, text, path and mark, and where its points end
         self._points = array("d")
         self.keys, self.rows, self.ends = array("q"), array("q"), array("q", [0])  # of marks
@@ -125,7 +125,7 @@ class Scene:
 
     @contextmanager
     def along(self, curve: Curve) -> Iterator[None]:
-        """What is drawn around (0, 0) travels along a curve, from the beginning of `during` to its end."""
+        """Move what is drawn around (0, 0) along a curve, from the beginning of `during` to its end."""
         before, self._path = self._path, self.paths(_cubic(curve))
         yield
         self._path = before
@@ -139,7 +139,7 @@ class Scene:
 
     def boxes(self, places: np.ndarray, fills: Sequence[Colour], spans: np.ndarray | None = None,
               keys: Sequence[int] = (), curves: Sequence[Curve] = (), **look: Any) -> None:  # fmt: skip
-        """Many boxes [n, 4] at once: each of its fill, during its span of [n, 2], along its curve, about its key."""
+        """Draw many boxes [n, 4] at once, each with its fill, during its span [n, 2], along its curve, with its key."""
         said = tuple({"line": 1, **look}.items())
         looks = {fill: self.looks(("box", (("fill", fill), *said))) for fill in dict.fromkeys(fills)}
         paths = {curve: self.paths(_cubic(curve)) for curve in dict.fromkeys(curves)}
@@ -154,11 +154,11 @@ class Scene:
 
     def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
-        """Without a fill and an edge, it is only there to be pointed at."""
+        """Draw a box. Without a fill and an edge, it only catches the pointer."""
         self._add("box", (x, y, width, height), fill=fill, edge=edge, radius=radius, line=line)
 
     def line(self, points: Sequence[tuple[float, float]], colour: Colour, line: float = 1, grows: bool = False) -> None:
-        """grows: it begins as its first point, and is complete at the end of `during`."""
+        """grows: the line begins as its first point, and is complete at the end of `during`."""
         self._add("line", (), points, colour=colour, line=line, grows=grows)
 
     def curve(self, curve: Curve, colour: Colour, line: float = 1) -> None:
@@ -189,7 +189,7 @@ class Scene:
         return self.width_of(text, size, bold, mono)
 
     def paint(self, sheet: Sheet, position: float = 0, x: float = 0, y: float = 0) -> None:
-        """Draw on another sheet, with the upper left corner at (x, y), what is there at this position."""
+        """Draw everything that is visible at this position on another sheet, with the upper left corner at (x, y)."""
         curves, lengths = list(self.paths.found), self.lengths
         for part in self._parts(np.flatnonzero((lengths[:, 4] < position) & (position <= lengths[:, 5]))):
             look, is_line = dict(part.look), part.method in ("line", "curve", "arc")
@@ -243,12 +243,12 @@ def _begun(points: Sequence[tuple[float, float]], share: float) -> list[tuple[fl
 
 
 def before(time: float) -> float:
-    """The last moment before a time: what begins then is there at that time, and what ends then is not."""
+    """The last moment before a time: what begins then is visible at that time, and what ends then is not."""
     return math.nextafter(time, -math.inf)
 
 
 def packed(scenes: Sequence[Scene], legend: Sequence[Key] = ()) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The scenes of a card as static/scene.js reads them: a header, and columns whose names end in a scene's number."""
+    """The scenes of a card for static/scene.js: a header, and columns whose names end in a scene's number."""
     tables: list[dict[str, Any]] = []
     hints = Once()
     columns: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""What a widget can show, and what it says of anything else."""
+"""The objects that a widget can show, and its error for anything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def check_shown(things: Iterable[Any], *kinds: type) -> None:
-    """Raises TypeError unless each is of one of these kinds: "this shows a Trace, not a Result; give its trace"."""
+    """Raise TypeError unless each is of one of these kinds: "this shows a Trace, not a Result; give its trace"."""
     for thing in things:
         if not isinstance(thing, kinds):
             known = " or ".join(map(a, kinds))
@@ -48,6 +48,6 @@ def numbers(name: str, given: Any, num_dims: int | None = None, length: int | No
 
 
 def way_out(thing: Any, *kinds: type) -> str:
-    """Where it has something of one of these kinds: "; give its trace"."""
+    """A hint if it has an attribute of one of these kinds: "; give its trace"."""
     names = [kind.__name__.lower() for kind in kinds]
     return next((f"; give its {name}" for name in names if hasattr(type(thing), name)), "")

@@ -18,8 +18,8 @@ MARGIN, LINE_HEIGHT, WIDEST = 20, 17, 930
 def arranged(
     scenes: Sequence[Scene], gap: float, least: float = 0
 ) -> tuple[list[tuple[Scene, float, float]], float, float]:
-    """Scenes with their places, side by side, or below each other if they are too wide for that, in the middle of a
-    width, which is `least` or more; and the width and the height of all."""
+    """(scenes with their places, width, height): side by side, or below each other if they are too wide for that,
+    centred in a width of at least `least`."""
     widths, heights = [scene.width for scene in scenes], [scene.height for scene in scenes]
     beside, places = sum(widths) + gap * (len(scenes) - 1), []
     across = beside <= WIDEST

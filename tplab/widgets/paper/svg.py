@@ -19,7 +19,7 @@ _HATCH = (
 
 
 def svg(scene: Scene, title: str) -> str:
-    """What does not depend on a playhead. `title` is what it shows, for screen readers."""
+    """The scene without a playhead. `title` describes it for screen readers."""
     size = f'width="{scene.width:g}" height="{scene.height:g}" viewBox="0 0 {scene.width:g} {scene.height:g}"'
     font = 'font-family="Inter, system-ui, DejaVu Sans, sans-serif"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} {font}>'

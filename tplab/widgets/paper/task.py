@@ -1,4 +1,4 @@
-"""A task of a lab: something to reach with its controls. Whether it is reached, the lab's own simulator says."""
+"""A task of a lab: a goal to reach with its controls, judged by the lab's own simulator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab.units import plain, plural
 
 
 class Claim(NamedTuple):
-    """One thing that a task counts: whether it is as the task wants it, and the numbers in words."""
+    """One condition of a task: whether it holds, and the numbers in words."""
 
     holds: bool
     words: str
@@ -54,15 +54,15 @@ def said(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """What a reader is asked to reach.
+    """A goal for the reader.
 
     name     in settings and links     lab   the number of the lab that it belongs to
-    text     what is asked for, and what counts
-    start    the settings that the task begins with
-    keeps    the settings that must stay as they are in `start`: name -> what the control is called
-    counts   what was computed for the present settings -> what of it counts, most important first. For a pipeline that
-             is its Simulation; for a layout, the Forecasts of the chosen plan and of the best one
-    hints    each says more than the one before
+    text     the goal, and its conditions
+    start    the settings at the start
+    keeps    the settings that must stay as they are in `start`: name -> the name of the control
+    counts   the results for the present settings -> their claims, most important first. For a pipeline the result is
+             its Simulation; for a layout, the Forecasts of the chosen plan and of the best one
+    hints    each reveals more than the previous one
     """
 
     name: str
@@ -75,7 +75,7 @@ class Task:
     hints: Sequence[str]
 
     def claims(self, settings: Mapping[str, Any], *computed: Any) -> list[Claim]:
-        """What decides: settings that must not change, or else all that the task counts."""
+        """The deciding claims: changed settings that must not change or, if there are none, all claims of the task."""
         changed = [
             Claim(False, f"{words} is set to {said(settings[name])}, and this task needs {said(self.start[name])}")
             for name, words in self.keeps.items()
@@ -84,26 +84,26 @@ class Task:
         return changed or list(self.counts(*computed))
 
     def verdict(self, settings: Mapping[str, Any], *computed: Any) -> dict[str, Any]:
-        """Whether the task is solved, and in words why, for `computed` under these settings."""
+        """Whether the task is solved, and why, in words, for the results `computed` under these settings."""
         claims = self.claims(settings, *computed)
         missing = [claim.words for claim in claims if not claim.holds]
         text = f"Not yet: {'; '.join(missing)}." if missing else f"Solved: {'; '.join(one.words for one in claims)}."
         return {"task": self.name, "is_solved": not missing, "text": text}
 
     def shown(self) -> dict[str, Any]:
-        """What the browser needs of it: it has no answer."""
+        """The data for the browser, without the answer."""
         names = ("name", "lab", "title", "text")
         return {**{name: getattr(self, name) for name in names}, "start": {**self.start}, "hints": [*self.hints]}
 
 
 class Tasks:
-    """The tasks of a lab. Its settings name the one that the reader works on as `task`; "" is none."""
+    """The tasks of a lab. `task` in its settings names the one that the reader works on; "" is none."""
 
     def __init__(self, *tasks: Task):
         self.by_name = {task.name: task for task in tasks}
 
     def check(self, name: Any) -> None:
-        """Raise ValueError for a task that is not there."""
+        """Raise ValueError for an unknown task."""
         if name != "" and name not in self.by_name:
             raise ValueError(f"task is {name!r}; it must be one of {', '.join(self.by_name)}, or empty for none")
 
@@ -114,8 +114,8 @@ class Tasks:
         return {**settings, **{name: value for name, value in start.items() if settings[name] == usual[name]}}
 
     def verdict(self, settings: Mapping[str, Any], impossible: str, *computed: Any) -> dict[str, Any]:
-        """Of the task in the settings; {} if there is none. `impossible`: the notice of why `computed` is not of these
-        settings, "" if it is."""
+        """The verdict on the task in the settings; {} if there is none. `impossible`: why `computed` does not belong to
+        these settings, "" if it does."""
         task = self.by_name.get(settings["task"])
         if task is None:
             return {}

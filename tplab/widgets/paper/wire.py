@@ -15,7 +15,7 @@ _KINDS = {"i1": "Int8Array", "u1": "Uint8Array", "i2": "Int16Array", "u2": "Uint
 
 
 def pack(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
-    """Integers are sent in the smallest type that holds them, or as differences where these are much fewer numbers.
+    """Pack integers in the smallest type that holds them, or as differences if these take far fewer distinct values.
 
     Layout before compression (zlib): the header's length (uint32, little-endian), the header as JSON, then the
     columns, each from a multiple of 8. header["columns"] is name -> [kind of array, length, offset, differences?].
@@ -38,13 +38,13 @@ def pack(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _has_few_differences(column: np.ndarray) -> bool:
-    """Judged by its beginning. The browser adds them up as numbers of 32 bits."""
+    """Judged by the beginning of the column. The browser adds differences up as 32-bit numbers."""
     some = column[:4096]
     return 4 * len(np.unique(np.diff(some))) < len(np.unique(some)) and np.abs(column).max() < 2**31
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The header and the columns that `pack` was given."""
+    """The header and the columns that were passed to `pack`."""
     plain = zlib.decompress(data)
     (length,) = struct.unpack_from("<I", plain)
     header = json.loads(plain[4 : 4 + length])

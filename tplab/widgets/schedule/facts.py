@@ -13,7 +13,7 @@ from tplab.units import plain, time_text
 
 
 class Fact(NamedTuple):
-    """One figure: what it is, the figure itself, and the small text after it."""
+    """One figure: its name, the figure itself, and the small text after it."""
 
     name: str
     figure: str
@@ -75,7 +75,7 @@ MEANINGS = {
     "lower bound": "No schedule with these stages on these ranks, this kind of backward pass and these costs takes "
     "less time. The gap is what is left to gain.",
 }
-"""What each figure is, in words."""
+"""The meaning of each figure, in words."""
 
 PEAK: dict[str, Formula] = {
     "naive": Formula("1", lambda p, m, v: 1),
@@ -94,7 +94,7 @@ PEAK: dict[str, Formula] = {
 
 def facts(run: Simulation, limit: float | None = None) -> list[Fact]:
     """The text under the picture of a run. `limit` is the most microbatches that a rank may hold. If the run respects
-    it, the lower bound is that of schedules that respect it too."""
+    it, the lower bound is for schedules that respect it too."""
     schedule, costs = run.schedule, run.costs
     p, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.stages_per_rank
     unit = costs.unit
@@ -142,7 +142,7 @@ def pair_time(costs: Costs) -> float:
 
 
 def _of_pairs(run: Simulation, time: Callable[[float], str]) -> list[Fact]:
-    """What overlapped pairs do for a run: how long they take, and how long the run takes without (or with) overlap."""
+    """The effect of overlapped pairs: how long they take, and how long the run takes without (or with) overlap."""
     costs = run.costs
     rule = f"F + B − {plain(costs.overlap)} × min(F, B)"
     plain_costs = all(np.ndim(share) == 0 for share in (costs.forward, costs.input_grad, costs.weight_grad))

@@ -38,7 +38,7 @@ class Overlay:
               playhead is a position in these
     actions   one row per action, in the order of the schedule's columns: rank (the row of the schedule), kind, stage,
               microbatch, joined; start, end and busy as executed; due_start and due_end as predicted
-    others    what else the ranks computed in that time: rank, op (an index into `ops`), start, end
+    others    other computations of the ranks in that time: rank, op (an index into `ops`), start, end
     """
 
     trace: Trace
@@ -58,7 +58,7 @@ class Overlay:
 
     @property
     def word(self) -> str:
-        """The word for the times of the trace."""
+        """The word for the times of the trace, such as "measured"."""
         return "measured" if self.trace.clock == "measured" else "executed"
 
     def time(self, position: float) -> float:
@@ -79,7 +79,7 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Now:
-    """What is shown with the playhead at `time`.
+    """The state with the playhead at `time`.
 
     runs, due       the actions that each rank runs, and those it was predicted to run (an overlapped pair is two)
     done, were_due  how many actions are done, and how many were predicted to be done
@@ -137,7 +137,7 @@ def now(over: Overlay, position: float) -> Now:
 
 
 def say(over: Overlay, moment: Now) -> tuple[str, str, str]:
-    """Where the playhead is, what the ranks do there, what they were predicted to do, and how far they have come."""
+    """The position of the playhead, what the ranks do there and were predicted to do, and how far they have come."""
     unit, ranks, texts = over.trace.unit, over.comparison.ranks, {}
     for index, (runs, due) in enumerate(zip(moment.runs, moment.due)):
         does, was = (" + ".join(map(over.name, rows)) for rows in (runs, due))
@@ -277,7 +277,7 @@ def _moments(actions: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _others(trace: Trace, beside: Comparison) -> tuple[list[str], dict[str, np.ndarray]]:
-    """What else the ranks of the schedule computed, between its actions."""
+    """Other computations of the schedule's ranks, between its actions."""
     start, end, rank = (trace.column(name) for name in ("start", "end", "rank"))
     kinds, kind = trace.codes("kind")
     ops, op = trace.codes("op")

@@ -44,7 +44,7 @@ def charts(
     figures: Sequence[Sequence[Fact]],
     colours: Sequence[str] = ("kind", "microbatch", "stage"),
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Runs with their figures, and the legends for all that colours can mean, as a header and its columns."""
+    """Runs with their figures, and the legends for each meaning of colours, as a header and its columns."""
     keys = {by: still.legend(runs, limit, by) for by in colours}
     header, columns = packed([], [key for of in keys.values() for key in of])
     rest = iter(header.pop("legend"))

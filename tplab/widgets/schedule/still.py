@@ -29,8 +29,8 @@ def lane_heights(num_ranks: int) -> tuple[float, float]:
 
 
 def draw(runs: Sequence[Simulation], limit: float | None = None, by: str = "kind") -> Scene:
-    """One run, or several below each other on one time axis. limit: the microbatches that a rank may hold. by: what the
-    colours mean, "kind", "microbatch" or "stage"."""
+    """One run, or several below each other on one time axis. limit: the most microbatches that a rank may hold. by:
+    what the colours mean, "kind", "microbatch" or "stage"."""
     first, sheet, keys, room = runs[0], Scene(WIDTH, 0), legend(runs, limit, by), WIDTH - 2 * MARGIN
     draw_head(sheet, WIDTH, paper_name(first.schedule.name), about(first), badge(first))
     draw_legend(sheet, keys, MARGIN, 48, room)
@@ -44,7 +44,7 @@ def draw(runs: Sequence[Simulation], limit: float | None = None, by: str = "kind
             sheet.text(x, top + 8, about_beside(run, first), size=10.5, fill=DIM, anchor="lm")
             top += 20
         bottom = draw_run(sheet, run, top, end, most, limit, by)
-        # A pair's time is a formula rather than a figure, and there is no room for it, nor for other formulas.
+        # A pair's time is a formula rather than a figure; there is no room for formulas.
         draw_facts(sheet, [(*fact[:2], "") for fact in facts(run, limit) if fact.name != PAIR], bottom + 27)
         top = bottom + 68
     sheet.height = top + 12
@@ -78,7 +78,7 @@ def badge(run: Simulation) -> str:
 def draw_run(
     sheet: Sheet, run: Simulation, top: float, end: float, most: float, limit: float | None, by: str, name: str = "rank"
 ) -> float:
-    """The lanes of a run from `top` on, and their axis. Returns where it ends. name: what a lane is called."""
+    """Draw the lanes of a run from `top` on, and their axis. Returns its lower edge. name: the word for a lane."""
     schedule = run.schedule
     bars, strip = lane_heights(schedule.num_ranks)
     left, width = MARGIN + LEFT, WIDTH - 2 * MARGIN - LEFT - RIGHT
@@ -106,7 +106,7 @@ def draw_run(
 
 
 def half(schedule: Schedule, index: int, y: float, size: float) -> tuple[float, float]:
-    """Where an action's bar is in its lane, from y on, and its size: a pair shares its time, one above the other."""
+    """(y, height) of an action's bar in its lane: the two of a pair are one above the other."""
     if schedule.joined[index]:
         return y + size / 2, size / 2
     return y, size / 2 if index + 1 < len(schedule) and schedule.joined[index + 1] else size
@@ -127,7 +127,7 @@ def _colour(by: str, stage: int, microbatch: int) -> str | None:
 
 
 def legend(runs: Sequence[Simulation], limit: float | None, by: str = "kind") -> list[Key]:
-    """What is in the picture. by: what the colours mean."""
+    """The legend of the picture. by: what the colours mean."""
     keys = actions(
         {int(kind) for run in runs for kind in np.unique(run.schedule.kind)}, None if by == "kind" else hue(0)
     )
@@ -142,7 +142,7 @@ def legend(runs: Sequence[Simulation], limit: float | None, by: str = "kind") ->
 def _strip(
     sheet: Sheet, run: Simulation, rank: int, at: At, y: float, size: float, most: float, limit: float | None
 ) -> None:
-    """What a rank holds over time, under its bars."""
+    """The memory of a rank over time, under its bars."""
     times, held = run.activations(rank)
     if len(times) < 2 or not most:
         return
@@ -164,7 +164,7 @@ def _strip(
 
 
 def sentence(runs: Sequence[Simulation]) -> str:
-    """One plain sentence, which replaces the picture where there is none."""
+    """One plain sentence, which replaces the picture if there is none."""
     said = [
         f"{run.schedule.name or 'a schedule'} on {counted(run.schedule.num_ranks, 'rank')} with "
         f"{counted(run.schedule.num_microbatches, 'microbatch')}: makespan {run.makespan:g}, "

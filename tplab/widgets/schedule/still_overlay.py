@@ -27,7 +27,7 @@ TOP = 72.0
 
 
 def picture(over: Overlay, position: float = 0) -> bytes:
-    """A PNG with the playhead at its position, unless that is the start."""
+    """A PNG, with the playhead unless it is at the start."""
     top, warned = height(over, position), Warned(words.warning(over.trace), WIDTH)
     pen = Pen(WIDTH, top + warned.height)
     draw(pen, over, position)
@@ -86,7 +86,7 @@ def draw(pen: Pen, over: Overlay, position: float) -> None:
 
 
 def _stretch(at: At, start: float, end: float) -> tuple[float, float]:
-    """From x to x; an action that takes no time is still visible."""
+    """The x of both ends; an action that takes no time is still visible."""
     x, right = at(float(start)), at(float(end))
     return (x, right) if right - x > 0.01 else (min(x, WIDTH - MARGIN - 2), min(x, WIDTH - MARGIN - 2) + 3)
 

@@ -1,4 +1,4 @@
-"""The tasks of `pipeline_lab`. What counts is computed from the simulated schedule, whatever made it."""
+"""The tasks of `pipeline_lab`. They are judged by the simulated schedule, however it was made."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ START = {
     "rule": "one_f_one_b", "compare": None, "ranks": 4, "microbatches": 8, "virtual_stages": 2, "forward": 1.0,
     "input_grad": 1.0, "weight_grad": 1.0, "transfer": 0.0, "stage_costs": "", "overlap": 0.0, "memory_limit": None,
 }  # fmt: skip
-"""What a task begins with, unless it says otherwise."""
+"""The default settings at the start of a task."""
 
 TIMES = {
     "forward": "F", "input_grad": "I", "weight_grad": "W", "transfer": "transfer", "overlap": "overlap of F & B"
 }  # fmt: skip
 SAME = {"ranks": "ranks", "microbatches": "microbatches", "stage_costs": "cost of each stage", **TIMES}
-"""What most tasks keep: the same work on the same ranks."""
+"""The settings that most tasks keep fixed: the same work on the same ranks."""
 
 LAYER, HEAD, WHOLE = 0.25, 1.0, 5.0
 """Costs of the model of "cut": of a layer, of the head, and of 16 layers with it."""

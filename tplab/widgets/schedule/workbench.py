@@ -1,4 +1,4 @@
-"""The pipeline lab without its widget: the settings of the controls go in, and what is shown comes out.
+"""The pipeline lab without its widget: from the settings of the controls to everything that is shown.
 
 It is plain Python over `tplab.schedules`, so a kernel and a browser (with Pyodide) run the same code. Neither this file
 nor anything it imports needs ipywidgets, a font or Pillow.
@@ -37,20 +37,20 @@ LIMITS: dict[str, tuple[float, float, float]] = {
 SHAPE = ("ranks", "microbatches")
 COSTS = ("forward", "input_grad", "weight_grad", "transfer", "overlap")
 MOST = 100.0  # the most that a part of the model may cost
-QUICK_FROM = 48  # ranks x microbatches: above it, the scheduler's first guesses must do, for an immediate answer
+QUICK_FROM = 48  # ranks x microbatches above which only the scheduler's first guesses are used, for an immediate answer
 EDITED = "edited"
 AUTO = "auto"
 PASTED = "pasted"
 
 
 class Workbench:
-    """A schedule, the numbers it is simulated with, and what was changed by hand.
+    """A schedule, the numbers it is simulated with, and its changes by hand.
 
     settings   the state of the controls. `memory_limit` and `compare` may be None; `stage_costs` is text, see
                `parts_of`; `own` has your own schedules by name, as CSV: these names are rules too. One of them is
-               "edited", what was made by hand. `task` names the task that the reader works on; "" is none
+               "edited", the result of changes by hand. `task` names the task that the reader works on; "" is none
     runs       what is shown: the simulated schedule, and the one beside it
-    notice     what is wrong: a rule that does not fit, a move that is not legal, memory over its limit
+    notice     a problem: a rule that does not fit, a move that is not legal, memory over its limit
     is_stale   whether the settings are impossible, so that the last possible schedule is still shown
     """
 
@@ -81,7 +81,8 @@ class Workbench:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def ask(self, settings: Mapping[str, Any]) -> None:
-        """Apply these settings. Raises ValueError for settings that no control can make; `notice` has the rest."""
+        """Apply these settings. Raises ValueError for settings that no control can produce; `notice` has other
+        problems."""
         check_settings(settings)
         before, self.settings = self.settings, {"task": "", **settings}
         changed = {name for name in before if before[name] != self.settings[name]} - {"task"}
@@ -101,7 +102,7 @@ class Workbench:
         self._show(self._runs())
 
     def _update(self) -> None:
-        """Apply the settings. If they are impossible, what is shown stays, and the notice says why."""
+        """Apply the settings. If they are impossible, keep what is shown, and say why in the notice."""
         try:
             self._answer()
         except TplabError as error:
@@ -209,7 +210,7 @@ class Workbench:
 
     def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
         """Answer the browser, which asks for a change by hand, for a file, or whether its settings have arrived. Every
-        message gets an answer, so the browser knows that Python is running; that to a move says what it did."""
+        message gets an answer, so the browser knows that Python is running; the answer to a move describes it."""
         if "move" in message:
             rank, index, to = map(int, message["move"])
             before = self.run.makespan
@@ -228,14 +229,14 @@ class Workbench:
         return {"answered": True}
 
     def _moved(self, rank: int, to: int, before: float) -> str:
-        """What a move has done: where the action is now, and what became of the makespan."""
+        """The effect of a move: the new place of the action, and the change of the makespan."""
         row, makespan = self.schedule.by_rank()[rank], plain(self.run.makespan)
         where = f"after {in_words(row[to - 1])}" if to else "first"
         change = f"stays {makespan}" if before == self.run.makespan else f"goes from {plain(before)} to {makespan}"
         return f"Rank {rank} now runs {in_words(row[to])} {where}. The makespan {change}."
 
     def traits(self) -> dict[str, Any]:
-        """What the card shows besides the board; `settings` is also the state of its controls."""
+        """The parts of the card besides the board; `settings` is also the state of its controls."""
         return {
             "settings": dict(self.settings),
             "notice": self.notice,
@@ -249,7 +250,7 @@ _SUFFIX = {"svg": "svg", "csv": "csv", "perfetto": "json"}
 
 
 def choices() -> dict[str, Any]:
-    """What the controls offer."""
+    """The options of the controls."""
     return {
         "rules": [*RULES, AUTO],
         "names": PAPERS,
@@ -299,7 +300,7 @@ def check_limit(limit: Any) -> None:
 
 
 def parts_of(text: str) -> list[float] | None:
-    """What consecutive parts of the model cost relative to one another, from "1, 1, 1, 2"; None for empty text."""
+    """The relative costs of consecutive parts of the model, from "1, 1, 1, 2"; None for empty text."""
     parts = []
     for word in text.replace(",", " ").split():
         try:
@@ -315,7 +316,7 @@ def parts_of(text: str) -> list[float] | None:
 
 
 def _is_virtual(rule: str) -> bool:
-    """Whether a rule has an argument for the number of stages per rank."""
+    """Whether a rule has a parameter for the number of stages per rank."""
     return "virtual_stages" in inspect.signature(RULES[rule]).parameters
 
 

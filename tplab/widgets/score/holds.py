@@ -1,6 +1,6 @@
-"""What each rank holds, and since when: read from what it sent, received and computed.
+"""What each rank holds, and since when: inferred from what it sent, received and computed.
 
-A trace says what travelled. We can infer more from that: a rank that sends a chunk had it before. A rank that passes on
+A trace records messages. We can infer more from them: a rank that sends a chunk had it before. A rank that passes on
 more than it received has added its own part, so it had that part from the beginning. And a partial sum that was sent on
 to be completed is no longer needed by the rank that sent it.
 """
@@ -15,16 +15,16 @@ from tplab.trace.trace import Trace
 
 OWN, HELD, PASSED, GONE, UNSURE = 1, 2, 3, 4, 5
 """States of a hold: the rank's own part; arrived or computed; sent on, to be added to elsewhere; no longer kept; made
-by these ranks together, but whose data they put in is not known."""
+by these ranks together from unknown data."""
 
 _SEND, _RECEIVE, _COLLECTIVE, _COMPUTE = 1, -1, 2, 0
 JOINING = {"add": "sum", "add_": "sum", "add_any": "sum", "_foreach_add_": "sum", "sub": "", "mul": "product",
            "mul_": "product", "maximum": "max", "max": "max", "minimum": "min", "min": "min"}  # fmt: skip
-"""The operations by which a rank combines its own part with what arrived, and what the result is."""
+"""The operations by which a rank combines its own part with what arrived -> the name of the result."""
 
 
 class _Book:
-    """The rows of the result: who holds what since when, in the order in which it happened."""
+    """The rows of the result: which rank holds what since when, in the order in which it happened."""
 
     def __init__(self, contents, parts: list[int]):
         self.rows: list[tuple[float, int, int, int, int, int, int]] = []  # time, rank, item, set, state, value, part
@@ -48,7 +48,7 @@ class _Book:
         self._last[rank, item] = len(self.rows) - 1
 
     def fill(self, rank: int, item: int, row: int) -> None:
-        """What `rank` sends on is what it holds: if the contents were unknown, this fills them in."""
+        """Fill in unknown contents of what `rank` holds from what it sends on."""
         place = self._last[rank, item]
         if self.rows[place][5] < 0 and row in self._contents:
             self.rows[place] = (*self.rows[place][:5], len(self.values), self.rows[place][6])
@@ -69,7 +69,7 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
     members_of = {row: frozenset(who[who_codes[row]]) for row in rows}
     sums = _sums(rows, columns, members_of)
     first = _first_rounds(columns, times, num_items)
-    came: dict[tuple[int, int], tuple[float, int, int]] = {}  # the last message: when, from whom, its row
+    came: dict[tuple[int, int], tuple[float, int, int]] = {}  # the last message: time, source, row
     own: set[tuple[int, int]] = set()
 
     def added(rank: int, item: int) -> None:
@@ -121,8 +121,8 @@ def holdings(trace: Trace, columns: dict[str, np.ndarray], times: np.ndarray, nu
 
 
 def in_order(columns: dict[str, np.ndarray]) -> tuple[list[int], dict[int, float]]:
-    """The rows that are about an item, in the order in which they happen, and when. At the same moment, first what
-    arrives, then what is computed from it, then what is sent on. A receive happens when its message arrives."""
+    """(the rows that are about an item, in order of time, the time of each). At equal times, arrivals come first, then
+    computations, then sends. A receive happens when its message arrives."""
     kind, end = columns["kind"], columns["end"]
     rows = np.flatnonzero(columns["item"] >= 0)
     sent = kind == _SEND
@@ -136,9 +136,9 @@ def in_order(columns: dict[str, np.ndarray]) -> tuple[list[int], dict[int, float
 
 
 def _sums(rows: list[int], columns: dict[str, np.ndarray], members_of: dict[int, frozenset[int]]) -> set[int]:
-    """The items that are added to on their way, so that an addition on a rank makes a new version of them.
+    """The items to which ranks add as they are passed on, so that an addition on a rank makes a new version of them.
 
-    If ranks pass an item on, we compare what they pass on with what arrived: it is more, or the same. An item that
+    If ranks pass an item on, we compare the contributors before and after: there are more, or the same. An item that
     makes only one hop counts if the receiver adds a tensor of the same shape to it.
     """
     grown, passed, adding = set(), set(), set()
@@ -157,7 +157,7 @@ def _sums(rows: list[int], columns: dict[str, np.ndarray], members_of: dict[int,
 
 
 def _first_rounds(columns: dict[str, np.ndarray], times: np.ndarray, num_items: int) -> np.ndarray:
-    """The round in which each item first travels."""
+    """The round in which each item is first sent."""
     first = np.full(num_items, len(times) - 1)
     rows = (columns["item"] >= 0) & (columns["step"] >= 0)
     np.minimum.at(first, columns["item"][rows], columns["step"][rows])

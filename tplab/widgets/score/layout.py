@@ -1,4 +1,4 @@
-"""Where ranks, links and slots are drawn: a ring for one axis, a grid for several. Lengths are CSS pixels."""
+"""The places of ranks, links and slots: a ring for one axis, a grid for several. Lengths are CSS pixels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the table of what each rank holds is laid out: one row per rank, and the column of each item.
+    """The layout of the table of what each rank holds: one row per rank, and the column of each item.
 
     Items that never meet on a rank (those of different groups) share columns. If there are many columns, the table
     shows one page of them at a time.
@@ -63,7 +63,7 @@ class Columns:
 
 
 def columns(score: Score) -> Columns:
-    """Which item is in which column, and which columns are visible when."""
+    """The column of each item, and which columns are visible when."""
     ranks_of: list[set[int]] = [set() for _ in score.items]
     for rank, item in zip(score.holds["rank"].tolist(), score.holds["item"].tolist()):
         ranks_of[item].add(rank)
@@ -146,7 +146,7 @@ def _ring(num_ranks: int, size: tuple[float, float]) -> np.ndarray:
 
 
 def _gap(a: np.ndarray, b: np.ndarray, size: tuple[float, float]) -> float:
-    """How much of the line between two centres is outside both boxes."""
+    """The length of the line between two centres that is outside both boxes."""
     dx, dy = np.abs(b - a)
     if size[0] <= DOT:  # dots
         return math.hypot(dx, dy) - size[0]

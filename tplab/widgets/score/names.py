@@ -10,12 +10,12 @@ from tplab.units import letter
 
 _PIECE = re.compile(r"(.+)\[(\d+)\]")
 LOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-"""Digits, as they are written below the line."""
+"""Digits -> subscripts."""
 LONGEST = 3  # the longest name of a variable that is written in full
 
 
 class Name(NamedTuple):
-    """short: beside every use of the colour. text: in a sentence. place: its position among the others."""
+    """short: for use beside the colour. text: for sentences. place: its position among the others."""
 
     short: str
     text: str

@@ -1,4 +1,4 @@
-"""What kind of work an operation is, and what a collective does, for their colours on a timeline."""
+"""The kind of an operation, and the effect of a collective, for their colours on a timeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = re.compile(r"_?scaled_dot_product_\w*attention\w*")
 
 
 def name_of(op: str) -> str:
-    """What an operation is called: a modelled GPU runs no kernel of the CPU that stands in for it."""
+    """The displayed name of an operation, without names of CPU kernels, which the modelled GPU does not run."""
     backward = ", backward" if op.endswith("_backward") else ""
     return f"scaled dot-product attention{backward}" if _ATTENTION.fullmatch(op) else op
 

@@ -18,7 +18,7 @@ MAX_NUMBERS = 6000  # of contents: 24 KB
 
 
 def picture(score: Score) -> bytes:
-    """For `animate`: the scenes of the ranks and of the table, what is said, what is held when, and the bars."""
+    """For `animate`: the scenes of the ranks and of the table, the sentences, the holds, and the bars."""
     drawings = [scene for scene in (ranks.draw(score), table.draw(score)) if scene]
     scenes, drawn = packed(drawings, legends.of_animation(score))
     holds = {f"hold_{name}": column for name, column in score.holds.items()}
@@ -29,7 +29,7 @@ def picture(score: Score) -> bytes:
 
 def lanes(score: Score, measured: Durations | None = None, by_kind: bool = False) -> bytes:
     """For `timeline`: the bars with everything known about them, and which of them are on the critical path. by_kind:
-    whether the colours of collectives say what they do."""
+    whether collectives are coloured by their effect."""
     measured, critical, busy = measured or Durations(), _critical_bars(score), words.busy(score)
     legend, drawn = packed([], legends.of_timeline(score, measured))
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)

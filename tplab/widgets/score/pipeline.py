@@ -1,4 +1,4 @@
-"""A pipeline's run as a score: microbatches travel, actions run, and ranks hold what backward passes still need."""
+"""A pipeline's run as a score: microbatches sent between ranks, actions, and what ranks hold for backward passes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def microbatches(trace: Trace, columns: dict[str, np.ndarray]) -> tuple[np.ndarr
 
 
 def _is_apart(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
-    """Which messages are of no microbatch: those of a shape that is sent only after a rank's last action. Ranks that
-    have copies of one parameter add up its gradients so."""
+    """Which messages belong to no microbatch: those of a shape that is sent only after a rank's last action. Ranks with
+    copies of a parameter sum its gradients in this way."""
     kinds, codes = trace.codes("kind")
     rank, shape = columns["rank"].astype(int), trace.codes("shape")[1]
     actions, last = _rows(columns), np.full(trace.mesh.size, -np.inf)
@@ -57,7 +57,7 @@ def _is_apart(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def moments(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """When the steps begin: at each distinct moment at which an action ends; the last one is the end of the run."""
+    """When the steps begin: each distinct moment at which an action ends; the last one is the end of the run."""
     actions = _rows(columns)
     ends = np.unique(np.round(columns["end"][actions], 12))
     last = float(columns["end"].max())
@@ -69,7 +69,7 @@ def moments(columns: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def flows(columns: dict[str, np.ndarray], send: int) -> np.ndarray:
-    """What each message carries: the result of the last action that its rank had run for this microbatch."""
+    """The contents of each message: the result of the last action that its rank had run for this microbatch."""
     found = np.zeros(len(columns["rank"]), np.int8)
     made: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for row in _rows(columns).tolist():

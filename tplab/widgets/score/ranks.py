@@ -1,4 +1,4 @@
-"""The ranks on their mesh, the links between them, and the chunks on their way: a scene whose playhead is a time."""
+"""The ranks on their mesh, the links between them, and chunks in transit: a scene whose playhead is a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tplab.widgets.score.stretches import Cell, Stretch, coming, held, joined, s
 from tplab.widgets.score.table import draw_cell, draw_coming, key_of_cell
 
 _MOST_LINKS = 300
-_LEVELS = 40  # that the share of all items can have
+_LEVELS = 40  # of the share of all items
 
 
 def draw(score: Score) -> Scene:
@@ -56,7 +56,7 @@ def draw(score: Score) -> Scene:
 
 
 def key_of_rank(score: Score, rank: int) -> int:
-    """What static/animate.js knows a rank by; the keys of its cells are below it, and those of bars above."""
+    """The key of a rank in static/animate.js; the keys of cells are below it, and those of bars above."""
     return score.trace.mesh.size * len(score.items) + rank
 
 
@@ -94,7 +94,7 @@ def _spans(score: Score, rank: int, kind: int) -> list[tuple[float, float]]:
 
 
 def _name(sheet: Scene, score: Score, rank: int, x: float, y: float, width: float) -> None:
-    """A rank's number, and what it computes."""
+    """A rank's number, and its current computation."""
     bars, most, free = score.bars, int(width / 6.6) - 2, -math.inf
     rows = np.flatnonzero((bars["rank"] == rank) & (bars["kind"] == COMPUTE) & (bars["end"] > bars["start"]))
 
@@ -118,7 +118,7 @@ def _on_slot(score: Score, hold: int) -> str:
 
 
 def _share(sheet: Scene, shares: list[tuple[float, float, float]], x: float, y: float, place: Layout) -> None:
-    """Where there are too many items for slots: a bar in a rank's box, or an arc in its dot, of how much it holds."""
+    """If there are too many items for slots: a bar in a rank's box, or an arc in its dot, for the share it holds."""
     (width, height), room = place.size, place.size[0] - 18
     bar = x - room / 2, y + height / 2 - 9.5
     if place.boxes:
@@ -132,7 +132,7 @@ def _share(sheet: Scene, shares: list[tuple[float, float, float]], x: float, y: 
 
 
 def _shares(score: Score) -> list[list[tuple[float, float, float]]]:
-    """Of each rank: (the share of all items that it holds, from when, to when)."""
+    """For each rank: (the share of all items that it holds, begin, end)."""
     hold, begin, end = spans(score)
     kept = score.holds["state"][hold] != PASSED
     hold, begin, end = hold[kept], begin[kept], end[kept]

@@ -1,11 +1,11 @@
-"""The score of a trace: what there is to draw, and when.
+"""The score of a trace: everything to draw, and when.
 
     rounds   times[k] is when round k of communication begins; the last one is the trace's end. The playhead is a
              position in rounds: 1.5 is half-way between times[1] and times[2]
     bars     one row per thing that a rank did: kind, start, end, what it carried
-    items    what travels: the trace's chunks, then one item for each collective that ran as a single event
-    holds    one row per change of what a rank holds of an item: since when, whose data is in it, its values, and which
-             part of a tensor it is
+    items    what is sent: the trace's chunks, then one item for each collective that ran as a single event
+    holds    one row per change of what a rank holds of an item: since when, the ranks whose data is in it, its values,
+             and which part of a tensor it is
 
 Both the widget (static/score.js) and the still picture read only this.
 """
@@ -38,12 +38,12 @@ _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAI
 
 @dataclass(frozen=True)
 class Item:
-    """Something that travels: a column of the table.
+    """Something that is sent: a column of the table.
 
     name     written beside every use of the colour: "x₃" for piece 3 of x, otherwise "a", "b", ...
     text     the same in a sentence: "x[3]", "piece a"
     origin   the rank that it came from; -1 if every rank has its own part, as in a collective, or its own version
-    piece    how many that rank had sent before it
+    piece    how many items that rank had sent before it
     op       the collective, or ""
     how      how ranks combine their parts: "sum", "max", "min", "product"; "" if they do not, or if that is unknown
     pools    every rank whose data could be in it, one tuple per group that it runs on
@@ -79,7 +79,7 @@ class Score:
 
     @cached_property
     def op_names(self) -> list[str]:
-        """The operations, as they are called in pictures and sentences."""
+        """The operations, by their names in pictures and sentences."""
         return [name_of(op) for op in self.ops]
 
     @cached_property
@@ -91,7 +91,7 @@ class Score:
 
     @cached_property
     def action_kinds(self) -> set[int]:
-        """Those that occur, both of a pair too."""
+        """The kinds that occur, including both of a pair."""
         there = np.unique(self.bars["op"][self.actions >= 0]).tolist()
         return {pipeline.kind_of(name) for op in there for name in self.ops[op].split("+")}
 
@@ -106,14 +106,14 @@ class Score:
 
     @cached_property
     def _dtypes(self) -> dict[int, str]:
-        """The dtype of each item that a collective makes, if these are not all the same: codes are narrow."""
+        """The dtype of each item that a collective makes, if they differ, as with quantised codes."""
         names, codes = self.trace.codes("dtype")
         rows = np.flatnonzero((self.bars["kind"] == COLLECTIVE) & (self.bars["item"] >= 0)).tolist()
         found = {int(self.bars["item"][row]): names[codes[self.bars["row"][row]]] for row in rows}
         return found if len(set(found.values())) > 1 else {}
 
     def heading(self, item: int) -> str:
-        """What is written over an item's column: "a", "b int8"."""
+        """The heading of an item's column: "a", "b int8"."""
         return f"{self.items[item].name} {self._dtypes.get(item, '')}".strip()
 
     def item_colour(self, item: int) -> str:
@@ -133,8 +133,8 @@ class Score:
         return found
 
     def colours(self, by_kind: bool = False) -> list[str]:
-        """The colour of each bar: of what it computes, or carries. by_kind: collectives have that of what they do. In
-        a pipeline only actions, activations and gradients have one."""
+        """The colour of each bar: that of its computation, or of what it carries. by_kind: collectives are coloured by
+        their effect. In a pipeline only actions, activations and gradients have one."""
         if self.is_pipeline:
             return [(WORK, KINDS["F"], GRADIENT)[flow] for flow in self.bars["flow"].tolist()]
         carried = map(hue, self.bars["item"].tolist())
@@ -143,9 +143,8 @@ class Score:
 
     @cached_property
     def passes(self) -> tuple[list[str], np.ndarray]:
-        """(names, for each bar the place of the pass that it belongs to). What comes after a rank's first backward
-        pass, and is no part of one, may be an average of gradients or an update: it is in no pass that we could
-        name."""
+        """(names, for each bar the index of its pass). A bar after a rank's first backward pass that is not part of one
+        may be an average of gradients or an update: it belongs to no named pass."""
         names, codes = self.trace.codes("phase")
         phases, start = codes[self.bars["row"]].copy(), self.bars["start"]
         if "backward" not in names or "forward" not in names:
@@ -168,7 +167,7 @@ class Score:
 
     @cached_property
     def talk_kinds(self) -> list[str]:
-        """What each collective's bar does, for its colour on a timeline: it "combines" the ranks' inputs, as a sum,
+        """The effect of each collective's bar, for its colour on a timeline: it "combines" the ranks' inputs, as a sum,
         or only "moves" them; "" for other bars."""
         names, codes = self.trace.codes("reduction")
         does = ["combines" if name else "moves" for name in names]
@@ -179,7 +178,7 @@ class Score:
 
     @cached_property
     def talk_legend(self) -> list[tuple[str, str]]:
-        """Those of these kinds that occur, and the names of the collectives of each."""
+        """The effects that occur, and the names of the collectives of each."""
         found = {
             (kind, self.ops[op]) for kind, op in zip(self.talk_kinds, self.bars["op"].tolist(), strict=True) if kind
         }
@@ -216,7 +215,7 @@ class Score:
 
     @cached_property
     def _has_unknown(self) -> bool:
-        """Whether there are messages of which it is not known what they carry."""
+        """Whether there are messages with unknown contents."""
         rows = (self.bars["kind"] == SEND) & (self.bars["item"] < 0)
         return bool(rows.any()) and not self.is_pipeline
 
@@ -240,7 +239,7 @@ class Score:
 
     @cached_property
     def parts(self) -> list[tuple[int, ...]]:
-        """The distinct parts of tensors that are held, as (index, count); the holds have places in this list."""
+        """The distinct parts of tensors that are held, as (index, count); holds have indices into this list."""
         return self.trace.codes("part")[0] or [()]
 
     @cached_property
@@ -258,13 +257,13 @@ class Score:
 
     @cached_property
     def shows_numbers(self) -> bool:
-        """Whether each rank has one number, and nothing else travels: then the number itself is written on it."""
+        """Whether each rank has one number, and nothing else is sent: then the number itself is written on the rank."""
         if len(self.items) != 1 or self.items[0].op or self.items[0].origin >= 0 or not len(self.holds["value"]):
             return False
         return all(place >= 0 and self.values[place].size == 1 for place in self.holds["value"].tolist())
 
     def number(self, hold: int) -> str:
-        """The number that a rank has, where `shows_numbers`."""
+        """The number of a rank, if `shows_numbers`."""
         return number_text(float(self.values[self.holds["value"][hold]].ravel()[0]))
 
     def members(self, hold: int) -> tuple[int, ...]:
@@ -275,7 +274,7 @@ class Score:
         return self.parts[self.holds["part"][hold]] if self.holds["part"][hold] < len(self.parts) else ()
 
     def name(self, hold: int) -> str:
-        """The name of what a rank holds: that of its item, with the number of its part."""
+        """The name of a hold: that of its item, with the number of its part."""
         name, part = self.items[self.holds["item"][hold]].name, self.part(hold)
         return name + str(part[0]).translate(LOW) if part else name
 
@@ -287,7 +286,7 @@ class Score:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """How much of what is meant to be in it each hold has: ranks whose data it has, of those in its pool."""
+        """How complete each hold is: the share of ranks in its pool whose data it has."""
         number = np.array([len(members) for members in self.sets] or [0])[self.holds["set"]]
         first = np.array([min(members, default=-1) for members in self.sets] or [0])[self.holds["set"]]
         pairs, alike = np.unique(np.stack([self.holds["item"], first]), axis=1, return_inverse=True)
@@ -318,7 +317,7 @@ def score(trace: Trace) -> Score:
     own_versions = {index for index, (_, _, origin, _, op) in enumerate(items) if origin < 0 and not op}
     sets, holds, values = holdings(trace, columns, times, len(items), own_versions)
     seen = list(zip(holds["item"].tolist(), (sets[code] for code in holds["set"].tolist())))
-    # A sum to which several ranks have added is meant to have a part of every rank of its group.
+    # A sum to which several ranks have added is expected to contain a part of every rank of its group.
     added = {item for item, members in seen if len(members) > 1}
     groups = trace.codes("group")[0]
     rows = np.flatnonzero((columns["item"] >= 0) & (columns["kind"] == SEND))
@@ -333,7 +332,7 @@ def score(trace: Trace) -> Score:
     bars["row"] = rows
     bars["bytes"] = np.where(np.isin(bars["kind"], (SEND, COLLECTIVE)), bars["bytes"], 0)
     made = Score(trace, times, bars, items, holds, sets, values)
-    if made.shows_numbers and items[0].text != f"piece {items[0].name}":  # no name has to fit into a slot
+    if made.shows_numbers and items[0].text != f"piece {items[0].name}":  # names need not fit into slots
         return replace(made, items=[replace(items[0], name=items[0].text)])
     return made
 
@@ -424,7 +423,7 @@ def _pools(num_items: int, sets: Iterable[tuple[int, tuple[int, ...]]]) -> list[
 
 
 def _wider(pools: list[tuple[tuple[int, ...], ...]], items: list[Any]) -> list[tuple[tuple[int, ...], ...]]:
-    """The same, where what some ranks have made together is meant to go on to a collective of more ranks."""
+    """The same, if a joint result of some ranks is expected to go on to a collective of more ranks."""
     joint = [index for index, (*_, op) in enumerate(items) if op]
     every = sorted({pool for index in joint for pool in pools[index]}, key=len)
     for index in joint:

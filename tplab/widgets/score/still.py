@@ -83,13 +83,13 @@ def timeline(score: Score, measured: Durations | None = None) -> bytes:
 
 
 def _head(pen: Pen, score: Score) -> None:
-    """What ran, on what, and with which clock."""
+    """The title, the mesh and the clock."""
     draw_edge(pen, pen.width, pen.height)
     draw_head(pen, pen.width, score.trace.title or "program", words.about(score), words.badge(score))
 
 
 def story(score: Score) -> float:
-    """The position that says the most if only one is shown: in the middle, with something on its way."""
+    """The most informative position if only one is shown: in the middle, with something in transit."""
     return min(score.num_steps // 2 + 0.5, float(score.num_steps))
 
 
@@ -99,7 +99,7 @@ def moving(score: Score, frames: int = 30) -> bytes:
     picture, steps = Picture(score), score.num_steps
     if steps <= 4 * frames and score.trace.mesh.size <= 16:
         most = max(1, min(8, (frames - 2) // steps))
-        for each in range(most, 0, -1):  # as smooth as fits
+        for each in range(most, 0, -1):  # as many as fit
             positions = np.linspace(0, steps, min(steps * each, 2 * frames) + 1).tolist()
             drawn = [picture.draw(position) for position in (story(score), *positions)]
             time = round(1000 * SECONDS / len(drawn))

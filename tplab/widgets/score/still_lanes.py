@@ -19,7 +19,7 @@ _MEASURED = 17.0  # the height of what was measured
 class Lanes:
     """The timeline under the picture: one lane per rank.
 
-    by_kind    colour collectives by what they do; otherwise each bar has the colour of what it carries
+    by_kind    colour collectives by their effect; otherwise each bar has the colour of what it carries
     measured   durations to draw below the lanes
     """
 

@@ -1,4 +1,4 @@
-"""From when to when each rank holds what, and what is on its way to it: what `ranks` and `table` draw."""
+"""The spans in which each rank holds something, or something is in transit to it, for `ranks` and `table`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cell = tuple[int, int]
 
 
 class Stretch(NamedTuple):
-    """Something that is there after `begin` and up to `end`, as in `Scene.during`. hold: its row in Score.holds."""
+    """A span after `begin` and up to `end`, as in `Scene.during`. hold: its row in Score.holds."""
 
     hold: int
     begin: float
@@ -46,7 +46,7 @@ def held(score: Score) -> dict[Cell, list[Stretch]]:
 
 
 def coming(score: Score) -> dict[Cell, list[tuple[float, float]]]:
-    """When a message with an item is on its way to a rank, or a collective makes it."""
+    """When a message with an item is in transit to a rank, or a collective makes the item."""
     bars, found = score.bars, {}
     for kind, to in ((SEND, "peer"), (COLLECTIVE, "rank")):
         rows = np.flatnonzero((bars["kind"] == kind) & (bars["item"] >= 0) & (bars["end"] > bars["start"]))
@@ -57,7 +57,7 @@ def coming(score: Score) -> dict[Cell, list[tuple[float, float]]]:
 
 
 def without(begin: float, end: float, taken: Iterable[Stretch]) -> Iterator[tuple[float, float]]:
-    """What is left of a stretch of time where others in order of time are taken away."""
+    """A span of time without others, which are in order of time."""
     for _, a, b in taken:
         if a > begin and begin < end:
             yield begin, min(a, end)
@@ -67,7 +67,7 @@ def without(begin: float, end: float, taken: Iterable[Stretch]) -> Iterator[tupl
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretches of time, those that overlap as one."""
+    """Spans of time, with overlapping ones merged."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin < found[-1][1]:

@@ -53,8 +53,8 @@ class Page(NamedTuple):
 
 
 def draw(score: Score) -> Scene | None:
-    """One row per rank, one column per item (or one item of each group): a cell where there is room for letters, else a
-    small square. Its keys are those of `key_of_cell`. None if nothing travels."""
+    """One row per rank, one column per item (or one item of each group): a cell if there is room for letters, otherwise
+    a small square. Its keys are those of `key_of_cell`. None if nothing is sent."""
     if not score.items:
         return None
     of = columns(score)
@@ -136,12 +136,12 @@ def _cells(sheet: Scene, score: Score, page: Page, letters: int) -> None:
 
 
 def key_of_cell(score: Score, rank: Any, item: Any) -> Any:
-    """What static/animate.js knows a cell by, and a slot of a rank."""
+    """The key of a cell, and of a rank's slot, in static/animate.js."""
     return rank * len(score.items) + item
 
 
 def _pages(score: Score, of: Columns) -> list[tuple[int, float, float]]:
-    """(the first of the columns that are shown, from when, to when)."""
+    """(the first of the visible columns, begin, end)."""
     found = [(of.first[0], -math.inf, math.inf)]
     for time, first in zip(score.times.tolist(), of.first[1:]):
         if first != found[-1][0]:
@@ -151,7 +151,7 @@ def _pages(score: Score, of: Columns) -> list[tuple[int, float, float]]:
 
 
 def draw_cell(sheet: Scene, score: Score, box: Box, hold: int, label: str, value: str = "") -> None:
-    """A slot of a rank, or a cell of the table, that holds something: paler while parts of a sum are missing."""
+    """Draw a slot of a rank, or a cell of the table, that holds something: paler while parts of a sum are missing."""
     x, y, width, height = box
     colour, passed = score.item_colour(int(score.holds["item"][hold])), score.holds["state"][hold] == PASSED
     is_slot, is_sure = height == SLOT, score.holds["state"][hold] != UNSURE
@@ -160,10 +160,10 @@ def draw_cell(sheet: Scene, score: Score, box: Box, hold: int, label: str, value
     if not passed:
         tint = 0.26 if whole and not is_slot else 0.13
         sheet.box(x, y, width, height, fill=mix(colour, tint), edge=colour, radius=radius)
-        if is_slot:  # filled from below as far as it is complete
+        if is_slot:  # filled from below in proportion to its completeness
             full = score.shares[hold] * (height - 2)
             sheet.box(x + 1, y + height - 1 - full, width - 2, full, fill=mix(colour, 0.26), radius=4)
-        elif part := score.part(hold):  # which part of the whole it is
+        elif part := score.part(hold):  # its part of the whole
             index, wide = part[0], (width - 2) / part[1]
             sheet.box(x + 1 + index * wide, y + 1, wide, height - 2, fill=mix(colour, 0.55))
     elif not is_slot:
@@ -183,7 +183,7 @@ def draw_cell(sheet: Scene, score: Score, box: Box, hold: int, label: str, value
 def draw_coming(
     sheet: Scene, score: Score, box: Box, item: int, spans: Sequence[tuple[float, float]], there: Sequence[Stretch]
 ) -> None:
-    """A dashed outline while an item is on its way, and its name where nothing of it is held."""
+    """Draw a dashed outline while an item is in transit, and its name if nothing of it is held."""
     x, y, width, height = box
     colour = score.item_colour(item)
     for begin, end in spans:
@@ -196,7 +196,7 @@ def draw_coming(
 
 
 def cell_text(score: Score, item: int, hold: int, most: int = 4) -> tuple[str, str]:
-    """The text in a cell: the chunk's letter or whose data is in it, and its value if it is a single number."""
+    """The text in a cell: the chunk's letter or the ranks whose data is in it, and the value of a single number."""
     if score.shows_numbers:
         return score.number(hold), ""
     pool = score.pool(hold)
@@ -210,18 +210,18 @@ def cell_text(score: Score, item: int, hold: int, most: int = 4) -> tuple[str, s
 
 
 def contributors(members: Sequence[int], pool: Sequence[int], how: str = "", most: int = 4) -> str:
-    """Whose data is in it, in a few letters: "2"; "0+1+2" in a sum, otherwise "0,1,2"; "5 of 8" if more than `most`."""
+    """The ranks whose data is in it: "2"; "0+1+2" in a sum, otherwise "0,1,2"; "5 of 8" if more than `most`."""
     if len(members) > most:
         short = f"{len(members)}/{len(pool)}" if len(pool) < 10 else str(len(members))
         return f"{len(members)} of {len(pool)}" if most > 1 else short
     return {"sum": "+", "product": "·"}.get(how, ",").join(map(str, members))
 
 
-SHOWN, ROOM = 8, 10  # of a few numbers: how many, and letters
+SHOWN, ROOM = 8, 10  # the most numbers, and letters
 
 
 def few_numbers(texts: list[str]) -> str:
-    """As many of these as there is room for in a cell: "24 28", "7 -3 4 …"."""
+    """As many of these as fit in a cell: "24 28", "7 -3 4 …"."""
     if len(texts) == 1:
         return texts[0]
     whole = " ".join(texts)

@@ -1,9 +1,9 @@
-"""One variable of which every rank has its own version, as in recursive doubling: `x = x + received`.
+"""A variable of which every rank has its own version, as in recursive doubling: `x = x + received`.
 
-If ranks pass pieces on, each piece is an item. Here there is only one item: what a rank receives becomes part of its
-own version, and what it sends is that version, including everything received so far.
+If ranks pass pieces on, each piece is an item. Here there is only one item: a rank merges what it receives into its own
+version, and sends that version, including everything received so far.
 
-A sum that goes around a ring whole is such a variable too: `total = ring_shift(total) + x`.
+A sum that goes around a ring as a whole is such a variable too: `total = ring_shift(total) + x`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) 
 
     item    the chunk of each event, or -1
     Chunks are versions of one variable if the program has one name for them (not that of a piece), they have the same
-    shape, and each rank began at most one. And every rank only ever sends all that it has, or receives something and
-    combines it with what it has, which contains no part of it yet; or it always adds the same number of its own to what
-    it receives. In a ring of pieces, by contrast, the rank adds another piece each time.
+    shape, and each rank began at most one. Also, every rank either sends its whole version, and combines what it
+    receives with it without any overlap, or always adds the same number of its own to what it receives. In a ring of
+    pieces, by contrast, the rank adds another piece each time.
     """
     shapes = trace.codes("shape")[1]
     named: dict[str, list[int]] = {}
@@ -45,8 +45,8 @@ def versions(trace: Trace, columns: Mapping[str, np.ndarray], item: np.ndarray) 
 
 
 def _go_around(trace: Trace, columns: Mapping[str, np.ndarray]) -> bool:
-    """Whether each rank sends its version, and makes the next one of what it receives and always the same addend. Only
-    the values can tell."""
+    """Whether each rank sends its version, and computes the next one from what it receives and a constant addend. Only
+    the values show that."""
     first: dict[int, np.ndarray] = {}
     came: dict[int, np.ndarray] = {}
     made: dict[int, np.ndarray] = {}  # the rank's version
@@ -73,7 +73,7 @@ def _go_around(trace: Trace, columns: Mapping[str, np.ndarray]) -> bool:
 def _are_versions(trace: Trace, columns: Mapping[str, np.ndarray]) -> bool:
     who, codes = trace.codes("contributors")
     has: dict[int, frozenset[int]] = {}
-    waits: dict[int, frozenset[int]] = {}  # what a rank has received but not yet combined with its own
+    waits: dict[int, frozenset[int]] = {}  # received but not yet combined with the rank's own
     joins = False
     for row in in_order(dict(columns))[0]:
         rank, kind, members = int(columns["rank"][row]), int(columns["kind"][row]), frozenset(who[codes[row]])

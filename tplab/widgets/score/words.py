@@ -1,4 +1,4 @@
-"""What a trace does, in words: a title line, and one sentence per round, made from its events."""
+"""A trace in words: a title line, and one sentence per round, made from its events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESULTS = {"sum": "sum", "mean": "mean", "max": "maximum", "min": "minimum", "p
 
 
 def about(score: Score) -> str:
-    """ "8 ranks (data=2, model=4), over model, 4 KiB pieces": what follows the title."""
+    """The text after the title: "8 ranks (data=2, model=4), over model, 4 KiB pieces"."""
     mesh, bars = score.trace.mesh, score.bars
     parts = [counted(mesh.size, "rank")]
     if len(mesh.axis_names) > 1:
@@ -45,14 +45,14 @@ def badge(score: Score) -> str:
 
 
 def clock(trace: Trace) -> str:
-    """Which clock: "modelled · h100, data sheet", "modelled · unit times", "measured"."""
+    """The clock: "modelled · h100, data sheet", "modelled · unit times", "measured"."""
     if trace.unit == "steps":
         return f"{trace.clock} · unit times"
     return f"{trace.clock} · {trace.place}" if trace.cluster else trace.clock
 
 
 def warning(trace: Trace) -> str:
-    """The first of the trace's warnings, and how many more there are; "" without any."""
+    """The first of the trace's warnings, and the number of others; "" without any."""
     more = len(trace.warnings) - 1
     others = f" (and {counted(more, 'more warning')}, in trace.warnings)" if more > 0 else ""
     return f"Warning: {trace.warnings[0]}.{others}" if trace.warnings else ""
@@ -76,7 +76,7 @@ def busy(score: Score) -> np.ndarray:
 
 
 def facts(score: Score, critical: np.ndarray | None = None) -> list[tuple[str, str, str]]:
-    """What a timeline shows, in figures: (what, figure, note). critical: the bars of the critical path, in order."""
+    """The figures of a timeline: (what, figure, note). critical: the bars of the critical path, in order."""
     bars, unit = score.bars, score.trace.unit
     found = [("makespan", time_text(score.trace.makespan, unit), "steps" * (unit == "steps"))]
     if score.computes:
@@ -147,11 +147,11 @@ _JOINED = {
     "product": ("product", "multiplies", "multiply", "with"),
     "": ("result", "joins", "join", "with"),
 }
-"""How ranks combine their parts -> the result, the verb for one rank and for several, and its preposition."""
+"""How ranks combine their parts -> the result, the verb in singular and plural, and its preposition."""
 
 
 class _News:
-    """Describes rounds in order, and remembers what each rank received in the round before."""
+    """Describes rounds in order, and remembers what each rank received in the previous round."""
 
     def __init__(self, score: Score):
         self.score = score
@@ -206,7 +206,7 @@ class _News:
         }[did.pop()]
 
     def _versions(self, who: str, to: str, rows: list[int]) -> str:
-        """Ranks that each send their own version of a variable, which has more in it every time."""
+        """Ranks that each send their own, growing version of a variable."""
         items = {self.score.items[int(self.score.bars["item"][row])] for row in rows}
         numbers = {len(self.members[row]) for row in rows}
         send, its = ("sends", "its") if who.startswith(("every", "rank")) else ("send", "their")
@@ -223,7 +223,7 @@ class _News:
         return hows.pop() if len(hows) == 1 else ""
 
     def _did(self, row: int) -> str:
-        """What a send does, compared with what its rank received in the round before."""
+        """The kind of a send, compared with what its rank received in the previous round."""
         bars = self.score.bars
         rank, item, members = int(bars["rank"][row]), int(bars["item"][row]), self.members[row]
         came = self.received.get(rank, {}).get(item)
@@ -240,7 +240,7 @@ class _News:
         return ("complete" if whole else "added") if came < members else "other"
 
     def _name(self, row: int) -> str:
-        """The name of a message. A sum does not get the name of one of its terms."""
+        """The name of a message. A sum does not have the name of one of its terms."""
         item = int(self.score.bars["item"][row])
         if item < 0:
             return bytes_text(int(self.score.bars["bytes"][row]))
@@ -251,7 +251,7 @@ class _News:
         return f"the finished {result}" if number == self.full[item] else f"the {result} of {number} ranks' parts"
 
     def _direction(self, rows: list[int]) -> str:
-        """Where the messages of a round go, as shifts along their axis, or among the ranks of their group."""
+        """The direction of a round's messages, as shifts along their axis, or among the ranks of their group."""
         bars, mesh = self.score.bars, self.score.trace.mesh
         names_of, codes = self.score.trace.codes("axis")
         shifts, pairs, sizes = set(), set(), set()
@@ -286,7 +286,7 @@ class _News:
         return (found or (far if len(hops) == 1 else "others")) + along
 
     def _members(self, label: str | None, rank: int) -> Sequence[int]:
-        """The ranks of the group of this label that `rank` is in; () if the label does not say."""
+        """The ranks of `rank`'s group with this label; () if the label does not determine them."""
         mesh, names = self.score.trace.mesh, tuple((label or "").split(","))
         if label and set(names) <= set(mesh.axis_names):
             return mesh.group(rank, names)
@@ -313,7 +313,7 @@ class _News:
         return f"{op}{f' over {over}' if over else ''}{self._tensor(rows)}: {text}{beyond}"
 
     def _tensor(self, rows: np.ndarray) -> str:
-        """What each rank puts into a collective, where a program's collectives are of several types."""
+        """The input of each rank to a collective, if the program's collectives differ in type."""
         if len(np.unique(self.score.trace.codes("dtype")[1][self.all_joint])) < 2:
             return ""
         events = self.score.trace.events_at(self.score.bars["row"][rows])
@@ -322,7 +322,7 @@ class _News:
 
 
 def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:
-    """What is computed beside the messages, or before them."""
+    """The computation during the messages, or before them."""
     bars = score.bars
     work = np.flatnonzero(
         (bars["kind"] == COMPUTE) & (bars["end"] > bars["start"]) & (bars["start"] < end) & (bars["end"] > begin)
@@ -351,7 +351,7 @@ def _computing(score: Score, rows: np.ndarray, begin: float, end: float) -> str:
 
 
 def sent_text(score: Score, time: float) -> str:
-    """How much has been sent: sent so far: 8 KiB of 12 KiB per rank"""
+    """The amount sent: "sent so far: 8 KiB of 12 KiB per rank"."""
     bars, total = score.bars, score.total_sent.tolist()
     sent = np.bincount(bars["rank"], np.where(bars["end"] <= time, bars["bytes"], 0), len(total)).tolist()
     if max(total) == 0:

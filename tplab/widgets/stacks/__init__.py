@@ -1,1 +1,1 @@
-"""What `memory_timeline` draws: areas on top of each other, laid out once for the browser and for the still picture."""
+"""The picture of `memory_timeline`: stacked areas, laid out once for browser and still picture."""

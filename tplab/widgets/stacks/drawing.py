@@ -29,7 +29,7 @@ BASE = HEIGHT - BOTTOM
 
 
 def draw(picture: Picture, memories: Sequence[Memory], predicted: Mapping[str, Sequence[Predicted]]) -> Scene:
-    """`memories` are those of the panels. What ranks have in common is drawn once."""
+    """`memories` are those of the panels. Parts that ranks have in common are drawn once."""
     sheet = Scene(picture.width, HEIGHT)
     for y, text in picture.ticks:
         sheet.text(picture.panels[0].x - 8, y, text, size=10, fill=DIM, anchor="rm")
@@ -77,7 +77,7 @@ def _areas(sheet: Scene, area: Area) -> None:
 
 
 def _stops(sheet: Scene, panel: Panel, memory: Memory, rank: int, parts: Predicted, picture: Picture) -> None:
-    """Every moment can be pointed at, for what was held then."""
+    """Add a tooltip for every moment, with what was held then."""
     area, due = panel.areas[rank], panel.predicted[rank]
     for stop, row in enumerate(area.rows.tolist()):
         amounts = dict(zip(KINDS, memory[rank].num_bytes[row].tolist()))

@@ -25,7 +25,7 @@ Predicted = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Area:
-    """What one rank held, as a staircase: each stop lasts until the next one, the last until the end of the time axis.
+    """The memory of one rank, as a staircase: each stop lasts until the next one, the last until the end of the axis.
 
     xs      [n + 1] where each stop begins, in pixels, and where the last one ends
     rows    [n] the row of the `RankMemory` that is shown
@@ -72,7 +72,7 @@ class Picture:
 def picture(
     memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[Predicted]], wide: float = WIDTH
 ) -> Picture:
-    """Lay out the memory of several runs with equally many ranks, by title, and what was predicted for each rank."""
+    """Lay out the memory of several runs with equally many ranks, by title, and the prediction for each rank."""
     sums = {title: [sum(kinds.values()) for kinds in ranks] for title, ranks in predicted.items()}
     most = max(max(memory.peaks) for memory in memories.values())
     most = max([most, *(amount for amounts in sums.values() for amount in amounts)]) or 1
@@ -105,7 +105,7 @@ def picture(
 
 
 def reading(held: RankMemory, row: int, along: str) -> str:
-    """When and where a row begins, in words: "12.5 µs: mm at cell 3, line 4, backward"."""
+    """The time and place of a row, in words: "12.5 µs: mm at cell 3, line 4, backward"."""
     when = time_text(held.times[row], "s") if along == "time" else f"operation {held.operations[row]:,}"
     what = op_name(held.ops[row])
     if held.where[row]:
@@ -128,7 +128,7 @@ def _area(held: RankMemory, x: float, across: np.ndarray, base: float, scale: fl
 
 
 def _stops(across: np.ndarray, totals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """In each column of pixels, show the highest of its rows there, and its last row after that: no peak is lost."""
+    """For each column of pixels, the highest of its rows, and its last row after that, so that no peak is lost."""
     columns = np.floor(across)
     firsts = np.flatnonzero(np.diff(columns, prepend=-1))
     found: list[tuple[float, int]] = []
@@ -142,7 +142,7 @@ def _stops(across: np.ndarray, totals: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _label(kind: int, xs: np.ndarray, tops: np.ndarray, base: float) -> tuple[str, float, float] | None:
-    """The name of a kind, if there is room for it on its area: in the longest stretch that is high enough."""
+    """(name, x, y) of a kind, in the longest stretch of its area that is high enough; None if there is no room."""
     upper = tops[:, kind]
     lower = tops[:, kind - 1] if kind else np.full(len(tops), base)
     long, x, y = 0.0, 0.0, 0.0
@@ -160,5 +160,5 @@ def _label(kind: int, xs: np.ndarray, tops: np.ndarray, base: float) -> tuple[st
 
 
 def name_of(kind: int) -> str:
-    """The name of a kind as readers know it."""
+    """The displayed name of a kind."""
     return NAME.get(KINDS[kind], KINDS[kind])

@@ -3,19 +3,19 @@ import { LETTERS, shape } from "./canvas.js";
 
 const ACTIONS = ["F", "B", "I", "W", "send F", "receive F", "send B", "receive B", "gradient sum", "unshard", "reshard", "step"];
 
-// "F3"; what has no microbatch, by its name alone.
+// "F3"; an action without a microbatch has only its name.
 export const actionName = (kind, microbatch) => (microbatch >= 0 ? `${ACTIONS[kind]}${microbatch}` : ACTIONS[kind]);
 
-// [y, height] of an action in the row of bars that begins at y: a pair shares its time, one above the other.
+// [y, height] of an action in the row of bars that begins at y: the two of a pair are one above the other.
 export const half = ({ joined, rank }, row, y, size) =>
   joined[row] ? [y + size / 2, size / 2] : [y, joined[row + 1] && rank[row + 1] === rank[row] ? size / 2 : size];
 
 const SOLID = [["F"], ["I", "W"], ["I"], ["W"]]; // by kind: a B is an I and a W
 const TINTS = [1, 0.42, 0.28, 0.1]; // by microbatch or stage: F solid, B and I tinted, W pale
 
-// An action of a schedule. `by` says what its colour means: its kind, its microbatch or its stage. tier: which of its
-// rank's stages it is of, from 0 to 1; later ones are lighter. `outlined` is one that was predicted only. Its name is
-// written with `letters` where there is room between `from` and `to`, in letters that tell I from 1; else its kind alone.
+// An action of a schedule. `by`: what its colour means, its kind, microbatch or stage. tier: the place of its stage
+// among its rank's, from 0 to 1; later ones are lighter. `outlined`: only predicted. Its name is written with
+// `letters`, in a font that distinguishes I from 1, if there is room between `from` and `to`; otherwise only its kind.
 export function actionBar(pen, paint, [x, y, wide, height], action, { by = "kind", outlined = false, from = 0, to = Infinity, letters = pen } = {}) {
   const { kind, microbatch, stage, tier = 0 } = action, large = wide > 5 && height > 5.5;
   const width = Math.max(wide - (wide > 3.5 ? 1 : 0), 0.8), left = x + (wide > 3.5 ? 0.5 : 0);
@@ -54,7 +54,7 @@ export function actionBar(pen, paint, [x, y, wide, height], action, { by = "kind
   write(letters, action.name, kind, Math.max(x, from), Math.min(x + wide, to), y + height / 2 + 0.5, height, ink);
 }
 
-// The name in the middle between two places, smaller where it has to be; else the letter of its kind.
+// The name, centred between two places, smaller if necessary; if there is no room, the letter of its kind.
 function write(pen, name, kind, from, to, y, height, ink) {
   const sizes = height >= 18 ? [11, 9.5] : [9.5], room = to - from - 1.5;
   for (const [text, size] of [...sizes.map((size) => [name, size]), ...(kind < 4 ? [[name.slice(0, 1), 9.5]] : [])]) {

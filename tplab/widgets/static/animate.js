@@ -1,4 +1,4 @@
-// One card, one trace: the ranks, what each of them holds, and the timeline, under one playhead.
+// One card for one trace: the ranks, what each of them holds, and the timeline, under one playhead.
 import { card, el, hint, live } from "./shell.js";
 import { bytesText, numberText } from "./units.js";
 import { unpack } from "./wire.js";
@@ -12,7 +12,7 @@ function numbersOf(score, hold) {
   return numbers.length > 12 ? `${numbers.slice(0, 12).join(" ")} … (${numbers.length})` : numbers.join(" ");
 }
 
-// What the hint says about a chunk on its way, a cell of the table or a rank.
+// The tooltip of a chunk in transit, a cell of the table or a rank.
 function describe(score, now, { flight, rank, item }, values) {
   if (flight >= 0) {
     item = score.item[flight];
@@ -37,7 +37,7 @@ function describe(score, now, { flight, rank, item }, values) {
   return [["", `rank ${rank} ${passed ? "has passed on" : score.tells_past ? "has had" : "holds"} ${what}${which}`], ["started on", born], ...contents(score, hold, values)];
 }
 
-// What a rank does now, and what it has sent.
+// What a rank is doing now, and what it has sent.
 function aboutRank(score, now, rank) {
   const does = [...now.computing, ...now.together].filter(([row]) => score.rank[row] === rank).map(([row]) => score.ops[score.op[row]]);
   const sends = now.flights.filter(([row]) => score.rank[row] === rank).map(([row]) => `to rank ${score.peer[row]}`);
@@ -57,7 +57,7 @@ async function render({ model, el: host }) {
   const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, above: model.get("above"), label: `animation of ${score.title}` });
   const tip = hint(root), cells = score.ranks * score.items.length;
   let now = frame(score, model.get("step"));
-  // A key is that of a cell, else of a rank, else of a bar.
+  // Keys belong to cells, then ranks, then bars.
   const what = (key) => (key >= cells + score.ranks ? { flight: key - cells - score.ranks }
     : key >= cells ? { rank: key - cells } : { rank: Math.floor(key / score.items.length), item: key % score.items.length });
   const about = (key) => describe(score, now, what(key), (hold) => numbersOf(score, hold));
@@ -65,7 +65,7 @@ async function render({ model, el: host }) {
   const two = el("div.tpl-two");
   root.append(two);
   const scenes = Array.from({ length: score.scenes }, (_, number) => {
-    const { width, height } = score.tables[number], largest = number ? 1 : Math.min(1.15, Math.max(1, 430 / width)); // few ranks may be larger
+    const { width, height } = score.tables[number], largest = number ? 1 : Math.min(1.15, Math.max(1, 430 / width)); // a picture of few ranks may be larger
     const box = el("div.tpl-scene", { style: `flex:${number ? `0 1 ${width}` : `1 1 ${0.78 * width}`}px;--most:${largest * width}px;--shape:${width / height}` });
     two.append(box);
     return new Scene(root, box, score, number, { over: tip.show, about, largest, reads: (key) => number || key >= cells }); // the table has the cells

@@ -1,8 +1,8 @@
-// What is known about one bar of a timeline, in words.
+// Texts about one bar of a timeline.
 import { bytesText, timeText } from "./units.js";
 import { COLLECTIVE, COMPUTE, SEND, WAIT, carried, pieceText } from "./score.js";
 
-// What the hint says about a bar: what it is; then when, of what size, with whom, and the line it was written at.
+// The tooltip of a bar: what it is, then its time, size, partners and line in the program.
 export function describeBar(score, row) {
   const kind = score.kind[row], group = score.groups[score.group[row]] ?? [];
   const { start, end, times } = score, bytes = score.bytes[row], flops = score.flops?.[row] ?? 0;
@@ -27,13 +27,13 @@ function title(score, row) {
   return `rank ${rank}: ${op}${how ? ` (${how})` : ""}${axis ? ` over ${axis}` : ""}${kind === COMPUTE && item >= 0 ? `, with ${what}` : ""}`;
 }
 
-// The rank that a piece comes from: what its letter stands for.
+// The meaning of a piece's letter: the rank that it comes from.
 function startedOn(score, row) {
   const [, origin = -1] = score.items[score.item[row]] ?? [];
   return score.pipeline || origin < 0 ? "" : `rank ${origin}`;
 }
 
-// Of a program that has both, the pass that a bar belongs to.
+// The pass of a bar, in a program that has both.
 function inPhase(score, row) {
   const phase = score.phases?.includes("backward") ? score.phases[score.phase[row]] : "";
   return phase ? `the ${phase} pass` : "";
@@ -46,14 +46,14 @@ function awaited(score, row) {
   return `${score.item[cause] >= 0 ? carried(score, cause) : score.ops[score.op[cause]]} from rank ${score.rank[cause]}`;
 }
 
-// What a rank waits for: what comes to it, or what it takes part in, and is over when the waiting is.
+// What a rank waits for: a message to it, or a collective that it takes part in, which ends when the wait does.
 function causeOf(score, row) {
   const rank = score.rank[row], end = score.end[row];
   return score.end.findIndex((time, other) => time === end && ((score.kind[other] === SEND && score.peer[other] === rank)
     || (score.kind[other] === COLLECTIVE && score.rank[other] === rank)));
 }
 
-// A wait of the rank while this bar is on its way.
+// A wait of the rank while this bar is in transit.
 function waitBeside(score, row) {
   return score.kind.findIndex((kind, other) => kind === WAIT && score.rank[other] === score.rank[row]
     && score.start[other] < score.end[row] && score.end[other] > score.start[row]);

@@ -1,4 +1,4 @@
-// What pictures on a canvas share: a box, the hatching of idle time, letters.
+// Shared by pictures on a canvas: a box, the hatching of idle time, letters.
 export function shape(pen, x, y, width, height, radius) {
   pen.beginPath();
   if (radius) pen.roundRect(x, y, width, Math.max(height, 0.5), Math.min(radius, width / 2));

@@ -1,4 +1,4 @@
-// Curves that Python has drawn as SVG, in the colours of the page; and what they are at the place under the pointer.
+// Curves that Python drew as SVG, in the colours of the page; and their values under the pointer.
 import { card, el, hint, live, onKeys } from "./shell.js";
 
 function render({ model, el: host }) {
@@ -11,10 +11,10 @@ function render({ model, el: host }) {
   root.append(figure, says);
 
   let stops = [], now = -1;
-  // Python may draw again while something runs.
+  // Python may redraw while something runs.
   const draw = () => {
     const { about, sentence, drawing, panels } = model.get("content");
-    // Names of glyphs and clips are the drawing's own: two drawings on one page must not share them.
+    // Names of glyphs and clips are made unique: two drawings on one page must not share them.
     const own = `tpl${Math.random().toString(36).slice(2)}`;
     picture.innerHTML = drawing.replace(/(id="|href="#|url\(#)/g, `$1${own}`);
     picture.firstElementChild.setAttribute("style", "width:100%;height:auto;stroke-linejoin:round;stroke-linecap:butt");

@@ -1,4 +1,4 @@
-// Pipeline schedules on a canvas: one lane per rank, its actions above, what it holds in memory below; one time axis.
+// Pipeline schedules on a canvas: one lane per rank, with its actions above and its memory below, on one time axis.
 import { actionBar, actionName, half } from "./action.js";
 import { drawPath, hatch } from "./canvas.js";
 import { colours, el } from "./shell.js";
@@ -33,7 +33,7 @@ export class GanttChart {
     this.head = el("div.tpl-playhead");
     this.mark = el("div.tpl-barmark", { hidden: "" });
     this.plot = el("div.tpl-plot", {}, this.mark, this.head);
-    this.names = el("canvas.tpl-names", { "aria-hidden": "true" }); // above the playhead, which so spares them
+    this.names = el("canvas.tpl-names", { "aria-hidden": "true" }); // above the playhead, which does not cover them
     this.box = el("div.tpl-lanes", {}, this.canvas, this.plot, this.names);
     this.by = "kind";
     host.append(this.box);
@@ -49,7 +49,7 @@ export class GanttChart {
     const ranks = Math.max(...this.runs.map((run) => run.ranks));
     [this.bar, this.strip] = ranks <= 4 ? [24, 14] : ranks <= 8 ? [24, 11] : ranks <= 12 ? [17, 8] : [13, 6];
     this.gap = GAP;
-    const room = (board.tall ?? Infinity) / ranks; // of a lane, where the chart may not be higher
+    const room = (board.tall ?? Infinity) / ranks; // of a lane, if the height is limited
     if (this.bar + this.strip + GAP > room) {
       [this.gap, this.strip] = [room > 12 ? 3 : 1, Math.max(1, Math.floor(room / 4))];
       this.bar = Math.max(2, Math.floor(room) - this.gap - this.strip);
@@ -186,7 +186,7 @@ export class GanttChart {
     if (this.width) this.head.style.transform = `translateX(${this.x(time) - this.left}px)`;
   }
 
-  // What is under a place: {run, rank, row, held}. row is -1 where the rank idles; held is whether it is the strip below.
+  // What is at a point: {run, rank, row, held}. row is -1 where the rank idles; held: whether it is the memory strip.
   at(x, y) {
     for (const run of this.runs) {
       const rank = Math.floor((y - run.top) / (this.bar + this.strip + this.gap));
@@ -201,7 +201,7 @@ export class GanttChart {
     return null;
   }
 
-  // How many microbatches' activations a rank holds at a time.
+  // How many microbatches' activations a rank holds at this time.
   heldAt(run, rank, time) {
     let held = 0;
     for (let at = run.stair[rank]; at < run.stair[rank + 1] && run.stairTime[at] <= time + 1e-9; at++) held = run.stairHeld[at];
@@ -249,7 +249,7 @@ export class GanttChart {
     this.pick(row);
   }
 
-  // The next action of the chosen one's rank, or the one before; the first of all where none is chosen.
+  // The next action on the chosen action's rank, or the previous one; the very first if none is chosen.
   chooseNext(by) {
     const run = this.runs[0];
     if (this.chosen === null) return this.choose(run.rows[0][0] ?? null);
@@ -265,7 +265,7 @@ export class GanttChart {
     if (rows.length) this.choose(rows.reduce((best, row) => (away(row) < away(best) ? row : best)));
   }
 
-  // After a move the same action is chosen, wherever it is now.
+  // After a move the same action stays chosen, wherever it is now.
   keepChosen() {
     const wanted = this.wanted, run = this.runs[0];
     if (!wanted) return;
@@ -273,7 +273,7 @@ export class GanttChart {
     if (row >= 0) this.choose(row);
   }
 
-  // Where in its rank's row an action is, from 0.
+  // The index of an action in its rank's row.
   index(row) {
     const run = this.runs[0];
     return run.rows[run.rank[row]].indexOf(row);
@@ -296,7 +296,7 @@ export class GanttChart {
     return timeText(time, this.board.unit, this.end);
   }
 
-  // "F3 of stage 1 on rank 1": an action as `rank` sees it.
+  // "F3 of stage 1 on rank 1": an action in words, for a reader on `rank`.
   who(run, row, rank) {
     return `${inWords(run, row)}${run.rank[row] === rank ? "" : ` on ${this.lane} ${run.rank[row]}`}`;
   }
@@ -335,7 +335,7 @@ export class GanttChart {
       ["holds", this.heldText(run, rank, time)]];
   }
 
-  // What the ranks do at a time, in words.
+  // What the ranks do at this time, in words.
   say(time) {
     const run = this.runs[0], busy = [], waiting = [];
     for (let rank = 0; rank < run.ranks; rank++) {

@@ -5,8 +5,8 @@ import { Scene, drawLegend } from "./scene.js";
 
 const TRACK = 400;
 
-// Which of these positions are named under the slider: as many as have room, at equal distances, and the last. The first
-// name begins where the slider does, the last one ends there, and all others are centred below their positions.
+// The positions that are labelled under the slider: as many as fit, at equal distances, and the last. The first label
+// is aligned with the slider's left end, the last with its right end, and the others are centred below their positions.
 function named(names) {
   const last = names.length - 1, wide = names.map((name) => name.length * 6.5 + 10);
   const begin = (place) => (place === last ? TRACK - wide[place] : (place * TRACK) / last - (place && wide[place] / 2));
@@ -25,7 +25,7 @@ async function render({ model, el: host }) {
     type: "range", min: 0, max: options.length - 1, step: 1, "aria-label": control,
     oninput: () => turn(Number(slider.value)),
   });
-  // The names of the other positions: all of them where there is room, else of some, the first and the last among them.
+  // The labels of the other positions: all of them if there is room, otherwise some, including the first and the last.
   const every = named(options.map((option) => option.name));
   const ends = el("div.tpl-ends", { "aria-hidden": "true" }, ...every.map((place) =>
     el("span", { style: `left:${(100 * place) / Math.max(options.length - 1, 1)}%`, onclick: () => turn(place) }, options[place].name)));
@@ -43,7 +43,7 @@ async function render({ model, el: host }) {
     draw();
   }
 
-  // JupyterLab keeps the arrow keys from the slider, so they are read here.
+  // JupyterLab does not pass the arrow keys to the slider, so they are handled here.
   const [on, back] = [1, -1].map((by) => () => turn(model.get("index") + by));
   onKeys(root, () => ({ ArrowRight: on, ArrowUp: on, ArrowLeft: back, ArrowDown: back, Home: () => turn(0), End: () => turn(options.length - 1) }));
 

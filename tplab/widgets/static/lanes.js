@@ -1,4 +1,4 @@
-// The timeline: one lane per rank, computing above and messages below, on one canvas; the playhead lies over it.
+// The timeline: one lane per rank, with computing above and messages below, on one canvas, under the playhead.
 import { colours, el } from "./shell.js";
 import { plain, ticks, timeText } from "./units.js";
 import { COLLECTIVE, COMPUTE, SEND, WAIT } from "./score.js";
@@ -17,8 +17,8 @@ function fitted(pen, text, room) {
 }
 
 export class Lanes {
-  // seek(time): the reader points at a time. zoom: whether one can look closer, and who hears of it, zoom(begin, end), in
-  // shares of the whole; busy: each rank's share, to write.
+  // seek(time): called when the reader clicks at a time. zoom(begin, end): called with the visible part, in shares of
+  // the whole; null: no zooming. busy: each rank's busy share, to be shown.
   constructor(root, host, score, { seek, hint, zoom = null, busy = null }) {
     Object.assign(this, { root, score, seek, hint, zoom, busy });
     this.begin = score.times[0];
@@ -32,7 +32,7 @@ export class Lanes {
     const beside = this.measured.map(([name, , text]) => `, ${name} ${text} measured by ${score.by}`).join("");
     this.canvas = el("canvas", { role: "img", "aria-label": `timeline of ${score.ranks} rank${score.ranks === 1 ? "" : "s"}, ${timeText(this.last - this.begin, score.unit)} long${beside}` });
     this.head = el("div.tpl-playhead");
-    this.veil = zoom ? null : el("div.tpl-veil"); // what is still to come is paler
+    this.veil = zoom ? null : el("div.tpl-veil"); // the future is paler
     this.mark = el("div.tpl-barmark", { hidden: "" });
     this.box = el("div.tpl-lanes", {}, this.canvas, el("div.tpl-plot", {}, this.veil, this.mark, this.head));
     this.plot = this.box.lastChild;
@@ -42,7 +42,7 @@ export class Lanes {
     this.listen();
   }
 
-  // Which bars lie in which lane and track, and how high a lane is.
+  // The lane and track of each bar, and the height of a lane.
   measure() {
     const { score } = this, { rank, kind, start, end } = score;
     this.rows = Array.from({ length: score.ranks }, () => []);
@@ -76,7 +76,7 @@ export class Lanes {
     return this.view[0] + ((x - this.left) / this.width) * (this.view[1] - this.view[0]);
   }
 
-  // [top, height] of a bar. A wait has none: it is the lane's ground, where no bar covers it.
+  // [top, height] of a bar. A wait has none: it is the background of the lane, where no bar covers it.
   at(row) {
     const { score } = this, top = LANES_TOP + score.rank[row] * this.lane, kind = score.kind[row];
     if (kind === WAIT) return [top, this.work || this.lane - (this.lane > 12 ? 5 : 1)];
@@ -111,7 +111,7 @@ export class Lanes {
     return this.bottom - MEASURED * (this.measured.length - place);
   }
 
-  // A line from the start to the end of what was measured, its name where the ranks have theirs, its value at the end.
+  // A line for each measured duration, with its name in the column of rank names, and its value at the end.
   drawMeasured(pen, paint, [name, seconds, text], y) {
     const x = this.x(this.begin + seconds), left = this.left, right = left + this.width;
     pen.font = `11px ${paint.font}`;
@@ -173,11 +173,11 @@ export class Lanes {
     for (const row of rows) {
       if (score.start[row] > to) break;
       const kind = score.kind[row];
-      if (score.end[row] < from || kind === WAIT) continue; // to wait is to do nothing: the ground shows
+      if (score.end[row] < from || kind === WAIT) continue; // shown by the background
       const [y, height] = this.at(row);
       const x = Math.max(this.x(score.start[row]), this.left - 4), right = Math.min(this.x(score.end[row]), this.left + this.width + 4);
       const track = kind === COMPUTE ? 3 : this.track[row];
-      if (right - last[track] < 0.7) continue; // nothing of it would be seen
+      if (right - last[track] < 0.7) continue; // it would not be visible
       last[track] = right;
       pen.globalAlpha = this.critical && !this.critical.has(row) ? 0.22 : 1;
       if (score.action[row] >= 0) {
@@ -205,7 +205,7 @@ export class Lanes {
     pen.globalAlpha = 1;
   }
 
-  // Where the time goes, a collective has the colour of what it does, and no letter: no table has a column for it.
+  // On a timeline, a collective is coloured by its effect and has no letter, because no table has a column for it.
   byKind(row) {
     return this.zoom && this.score.kind[row] === COLLECTIVE && !this.score.pipeline;
   }
@@ -246,7 +246,7 @@ export class Lanes {
     this.veil.style.transform = `translateX(${from}px) scaleX(${(this.width - from) / this.width})`;
   }
 
-  // Look closer by `factor` at `time`, which stays where it is; or move.
+  // Zoom by `factor` around `time`, which stays in place; or move.
   zoomAt(factor, time = this.now ?? (this.view[0] + this.view[1]) / 2) {
     const whole = this.end - this.begin, span = Math.min(whole, Math.max((this.view[1] - this.view[0]) / factor, whole * 1e-5));
     const share = (time - this.view[0]) / (this.view[1] - this.view[0]);
@@ -261,13 +261,13 @@ export class Lanes {
     this.zoom?.(...this.view.map((time) => (time - this.begin) / (this.end - this.begin)));
   }
 
-  // What is shown, in shares of the whole.
+  // The visible part, in shares of the whole.
   show(begin, end) {
     const whole = this.end - this.begin;
     if (end > begin) this.moveTo(this.begin + begin * whole, (end - begin) * whole);
   }
 
-  // Nothing is pointed at.
+  // The pointer is over nothing.
   leave() {
     this.hint?.hide();
     for (const mark of this.plot.querySelectorAll(".tpl-barmark")) mark.hidden = true;
@@ -312,7 +312,7 @@ export class Lanes {
     this.box.addEventListener("pointerleave", () => this.leave());
     if (!this.zoom) return;
     this.box.addEventListener("wheel", (event) => {
-      // The page keeps its own scrolling until the reader has turned to the widget.
+      // The wheel scrolls the page until the widget has the focus.
       const turned = event.ctrlKey || event.metaKey || this.root.contains(document.activeElement);
       const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
       if (!turned || (!this.closer && (sideways || event.deltaY > 0))) return;
@@ -323,7 +323,7 @@ export class Lanes {
     }, { passive: false });
   }
 
-  // The bar at a place: the one that is seen there. To wait is to draw nothing, so a wait is found only where no bar is.
+  // The visible bar at a point. A wait is not drawn, so it is found only where there is no bar.
   barAt(x, y) {
     const rank = Math.floor((y - LANES_TOP) / this.lane);
     if (!this.width || x < this.left || x > this.left + this.width || !this.rows[rank]) return -1;

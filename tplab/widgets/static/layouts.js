@@ -1,4 +1,4 @@
-// Plans to train a model: seconds against memory; the chosen one beside the best, its step and its memory.
+// Plans for training a model: seconds against memory; the chosen one compared with the best, its step and its memory.
 import { card, el, hint, live, onKeys, tool } from "./shell.js";
 import { plain } from "./units.js";
 import { unpack } from "./wire.js";
@@ -28,7 +28,7 @@ async function render({ model, el: host }) {
   const boxes = CONTROLS.map(([name, words]) => {
     const node = el("select.tpl-select", { "aria-label": words, onchange: () => ask({ [name]: node.value === own.option.value ? own.text : typeof model.get("choices")[name][0] === "number" ? Number(node.value) : node.value }) },
       ...model.get("choices")[name].map((value) => el("option", { value }, typeof value === "number" ? value.toLocaleString("en") : value)));
-    node.addEventListener("keydown", (event) => event.stopPropagation()); // its keys choose no plans
+    node.addEventListener("keydown", (event) => event.stopPropagation()); // keys typed here choose no plans
     node.disabled = Boolean(model.isStill);
     return [name, node, el("label.tpl-setting", { style: "width:auto;min-width:118px" }, el("span", {}, words), node)];
   });
@@ -51,7 +51,7 @@ async function render({ model, el: host }) {
   const isKnown = (index) => board.place.has(index), of = (column, index) => column[board.place.get(index)];
   let scenes = [];
 
-  // Whether what is shown of a plan is there, without asking Python.
+  // Whether the pictures of a plan are available without asking Python.
   const hasAll = (index) => isKnown(index) && (model.get("view") !== "pipeline" || board.pipeline?.plan === index || board.axes[index][0] === 1);
 
   function choose(index) {
@@ -60,12 +60,12 @@ async function render({ model, el: host }) {
     draw();
     askOf();
   }
-  // Python is asked for what is not there, and whether the chosen plan solves the task.
+  // Python is asked for missing pictures, and whether the chosen plan solves the task.
   function askOf() {
     if (!model.isStill && (model.get("settings").task || !hasAll(chosenOf()))) send({ choose: chosenOf() });
   }
 
-  // Left and right go by seconds, up and down by memory; among nodes, from one GPU to another.
+  // The left and right arrows go by seconds, up and down by memory; among nodes, from one GPU to another.
   const beside = (column, by) => {
     const order = [...board[column].keys()].sort((a, b) => board[column][a] - board[column][b]);
     return order[Math.min(Math.max(order.indexOf(chosenOf()) + by, 0), order.length - 1)];
@@ -96,7 +96,7 @@ async function render({ model, el: host }) {
       model.send(content);
     } catch { /* a closed connection is silent, too */ }
   }
-  // On a page, Python may still have to come: it says how far it is, or why it does not come.
+  // On a page, Python may still be loading: show its progress, or why loading failed.
   function onAnswer(content) {
     clearTimeout(silence);
     [failure, coming, isAsking, isWaiting] = [content?.failed ?? "", content?.progress ?? null, false, Boolean(content?.progress)];
@@ -118,7 +118,7 @@ async function render({ model, el: host }) {
     tasks.show(model.get("settings"), isWaiting, Boolean(failure));
   }
 
-  const clearLegend = () => { // and what would paint it in another theme
+  const clearLegend = () => { // and stop repainting it
     legend.replaceChildren();
     root.paintLegend = null;
   };
@@ -146,7 +146,7 @@ async function render({ model, el: host }) {
     where.textContent = of(board.nodes, chosen);
     says.replaceChildren(plan, ` ${of(board.says, chosen)}`);
   }
-  // A pipeline is simulated by Python: where none is, only the one that came with the page is there.
+  // Python simulates a pipeline: without Python, only the one included in the page is available.
   function drawPipeline(chosen) {
     const run = board.pipeline?.plan === chosen ? { ...board.pipeline } : null, prefix = "pipeline.";
     if (run) for (const name of Object.keys(board.columns)) if (name.startsWith(prefix)) run[name.slice(prefix.length)] = board[name];

@@ -4,7 +4,7 @@ import { card, el, followTheme } from "./shell.js";
 function entry([text, share, wrong]) {
   const hue = share > 0 ? "var(--c0)" : "var(--c1)";
   const fill = `color-mix(in srgb,${hue} ${Math.round(30 * Math.abs(share))}%,var(--paper))`;
-  // What is wrong has a frame and a corner: not by colour alone.
+  // Wrong entries have a frame and a corner, so that colour is not the only mark.
   const style = wrong
     ? `background:linear-gradient(225deg,var(--c5) 0 7px,transparent 7.5px),${fill};border:1.6px solid var(--c5)`
     : `background:${fill};border:1px solid var(--line)`;

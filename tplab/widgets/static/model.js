@@ -1,4 +1,4 @@
-// A model without a kernel: it keeps a widget's traits, as anywidget's does.
+// A model without a kernel: it holds a widget's traits, as anywidget's does.
 export class PageModel {
   constructor({ values, bytes }) {
     this.traits = { ...values };
@@ -23,7 +23,7 @@ export class PageModel {
     this.listeners.set(event, (this.listeners.get(event) ?? []).filter((other) => other !== listener));
   }
 
-  // Nothing answers: what Python would have to compute cannot be asked for.
+  // There is no answer: nothing can be computed without Python.
   get isStill() { return true; }
 
   save_changes() {}

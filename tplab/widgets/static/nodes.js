@@ -1,5 +1,5 @@
 // The ranks of a plan on the nodes of a cluster: a box for each node, a cell for each GPU. The groups of one rank are
-// coloured, axis by axis; those that share its experts are ranks of several axes, and have a border.
+// coloured, axis by axis; the ranks that share its experts span several axes, and have a border.
 import { el } from "./shell.js";
 
 const MESH = ["pp", "dp", "cp", "tp"]; // the last is the fastest
@@ -7,7 +7,7 @@ const AXIS_HUES = { pp: 3, dp: 1, cp: 4, tp: 0, ep: 6 };
 const MOST_GPUS = 512;
 const [NODE_GAP, NODE_PAD, NODE_HEAD] = [8, 4, 15];
 
-// How many nodes stand side by side, and how large their cells are: as large as there is room for.
+// How many nodes are side by side, and the size of their cells: as large as fits.
 function laidOut(nodes, size, width, tall) {
   const across = size <= 4 ? size : size <= 16 ? Math.ceil(size / 2) : Math.ceil(Math.sqrt(size * 2)), down = Math.ceil(size / across);
   let best = null;
@@ -36,8 +36,8 @@ export class NodesView {
     this.svg.addEventListener("pointerleave", () => tip.hide());
   }
 
-  // sizes: of the axes of MESH; node: GPUs of a node; groups: [axis, ranks, nodes] of the axes that have several ranks,
-  // and of "ep" where ranks share experts.
+  // sizes: of the axes of MESH; node: GPUs per node; groups: [axis, ranks, nodes] of the axes with several ranks, and
+  // of "ep" if ranks share experts.
   set({ sizes, node, groups }, tall) {
     Object.assign(this, { sizes, node, groups, tall, axes: groups.map(([axis]) => axis).filter((axis) => MESH.includes(axis)) });
     this.ranks = sizes.reduce((a, b) => a * b, 1);
@@ -57,7 +57,7 @@ export class NodesView {
     return found;
   }
 
-  // The ranks that differ from the focus along an axis only; of "ep", consecutive ones.
+  // The ranks that differ from the focus only along an axis; for "ep", consecutive ones.
   group(axis) {
     if (axis === "ep") {
       const ranks = this.groups.find(([name]) => name === axis)?.[1] ?? 0, begin = this.focus - (this.focus % ranks);
@@ -108,7 +108,7 @@ export class NodesView {
     const inLine = longest.join(" ").length * letter < wide - 5, inLines = Math.max(0, ...longest.map((text) => text.length)) * letter < wide - 5;
     const half = Math.ceil(longest.length / 2), inTwo = longest.slice(0, half).join(" ").length * letter < wide - 5 && longest.slice(half).join(" ").length * letter < wide - 5;
     const lines = inLine ? 1 : inTwo && inLines && high > 23 ? 2 : 0;
-    this.isShort = !lines && this.axes.length * 2 * letter < wide - 4; // "0·1·5" where axes have no room
+    this.isShort = !lines && this.axes.length * 2 * letter < wide - 4; // "0·1·5" if there is no room for axes
     for (let node = 0; node < this.drawn; node++) {
       const x = (node % columns) * (nodeWide + NODE_GAP), y = Math.floor(node / columns) * (nodeHigh + NODE_GAP);
       parts.push(el("rect", { x: x + 0.5, y: y + 0.5, width: nodeWide - 1, height: nodeHigh - 1, rx: 5, style: "fill:var(--soft);stroke:var(--line)" }));
@@ -135,7 +135,7 @@ export class NodesView {
   }
 }
 
-// What the colours mean: each axis, and whether its groups leave a node; and how much of a colour its key has.
+// The legend: each axis, whether its groups leave a node, and the strength of its colour.
 export const nodesLegend = (view) => [
   ["accent", "the rank under the pointer", 100],
   ...view.groups.map(([axis, ranks, nodes]) => [`c${AXIS_HUES[axis]}`, `its ${axis} group: ${ranks} ranks, ${nodes > 1 ? `on ${nodes.toLocaleString("en")} nodes` : "in one node"}`, axis === "ep" ? 0 : 45])];

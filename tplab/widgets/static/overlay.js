@@ -1,4 +1,4 @@
-// A pipeline schedule as it ran, over its prediction: what widgets/schedule/overlay.py says, in JavaScript, and its lanes.
+// An executed pipeline schedule over its prediction: widgets/schedule/overlay.py in JavaScript, and its lanes.
 import { actionBar, actionName, half } from "./action.js";
 import { el } from "./shell.js";
 import { timeAt } from "./score.js";
@@ -10,7 +10,7 @@ const whole = (data) => data.times[data.times.length - 1];
 const nameIn = (data, row) =>
   actionName(data.kind[row], data.microbatch[row]) + (data.stages === data.ranks ? "" : ` of stage ${data.stage[row]}`);
 
-// What is shown at a position: the actions that each rank runs, those it was to run, how many are over and were to be.
+// The state at a position: the actions that each rank runs and was predicted to run, how many are done and were to be.
 export function overlayNow(data, position) {
   const time = timeAt(data, position), near = 1e-9 * whole(data);
   const runs = Array.from({ length: data.ranks }, () => []), due = runs.map(() => []);
@@ -24,7 +24,7 @@ export function overlayNow(data, position) {
   return { time, runs, due, done, wereDue };
 }
 
-// [where the playhead is, what the ranks do there beside what they were to do, how far they are].
+// [position of the playhead, what the ranks do there and were predicted to do, how far they are].
 export function overlaySay(data, { time, runs, due, done, wereDue }) {
   const count = data.rank.length, far = `${done} of ${count} actions done, ${wereDue} due`;
   const head = `t = ${timeText(time, data.unit, whole(data))}`;
@@ -63,13 +63,13 @@ export class OverlayLanes extends Lanes {
     return LANES_TOP + rank * this.lane;
   }
 
-  // [x, width]; what takes no time can be seen too.
+  // [x, width]; an action without duration is visible too.
   stretch(start, end) {
     const x = this.x(start), width = this.x(end) - x;
     return width > 0.01 ? [x, width] : [Math.min(x, this.left + this.width - 2), 3];
   }
 
-  // [x, y, width, height] of an action as it ran, and as it was predicted.
+  // [x, y, width, height] of an action as executed, and as predicted.
   ran(row) {
     const { score } = this, [x, width] = this.stretch(score.start[row], score.end[row]);
     return [x, this.laneTop(score.rank[row]), width, this.work];
@@ -81,7 +81,7 @@ export class OverlayLanes extends Lanes {
     return [x, y, width, height];
   }
 
-  // There is nothing to wait for once the batch is over.
+  // There are no waits after the end of the batch.
   drawIdle(pen, x, y, width, height) {
     super.drawIdle(pen, x, y, Math.min(Math.max(this.x(this.score.makespan) - x, 0), width), height);
   }
@@ -95,7 +95,7 @@ export class OverlayLanes extends Lanes {
       for (const [which, start, end] of [[0, score.start[row], score.end[row]], [1, score.due_start[row], score.due_end[row]]]) {
         if (start > to || end < from) continue;
         const place = which ? this.due(row) : this.ran(row), right = place[0] + place[2];
-        if (right - last[which] < 0.7 && !score.joined[row]) continue; // nothing of it would be seen
+        if (right - last[which] < 0.7 && !score.joined[row]) continue; // it would not be visible
         last[which] = right;
         const action = { kind: score.kind[row], microbatch: score.microbatch[row], stage: score.stage[row], tier: score.slot[row] / slots, name };
         actionBar(pen, paint, place, action, { outlined: which === 1, from: this.left, to: this.left + this.width });
@@ -113,7 +113,7 @@ export class OverlayLanes extends Lanes {
     });
   }
 
-  // [row, as predicted?] under a place, or other work as [-1, its row].
+  // [row, as predicted?] at a point, or [-1, its row] for other work.
   under(x, y) {
     const { score } = this, rank = Math.floor((y - LANES_TOP) / this.lane);
     if (!this.width || x < this.left || x > this.left + this.width || !this.rows[rank]) return null;

@@ -1,4 +1,4 @@
-// Controls for the sizes of a model of the reader's own. Its setting is a text: "layers=32, hidden=4096, ...".
+// Controls for the sizes of the reader's own model. Its setting is a text: "layers=32, hidden=4096, ...".
 import { el } from "./shell.js";
 
 const YOUR_OWN = "your own …";
@@ -6,7 +6,7 @@ const YOUR_OWN = "your own …";
 export const isOwn = (value) => String(value).includes("=");
 
 export class OwnModel {
-  // fields: [name, words, most] of each size; ask(text): the sizes were changed; fail(words): one is no number.
+  // fields: [name, words, most] of each size; ask(text): called with changed sizes; fail(words): one is not a number.
   constructor(fields, { ask, fail }) {
     this.option = el("option", { value: YOUR_OWN }, YOUR_OWN);
     this.inputs = fields.map(([name, words, most]) => {
@@ -16,7 +16,7 @@ export class OwnModel {
         this.sizes[name] = Number(number);
         ask(this.text);
       } });
-      node.addEventListener("keydown", (event) => event.stopPropagation()); // its keys choose no plans
+      node.addEventListener("keydown", (event) => event.stopPropagation()); // keys typed here choose no plans
       return [name, node, el("label.tpl-setting", {}, el("span", {}, words), node)];
     });
     this.box = el("div.tpl-settings", { role: "group", "aria-label": "sizes of your own model, made as Llama" }, ...this.inputs.map(([, , box]) => box));
@@ -25,7 +25,7 @@ export class OwnModel {
 
   get text() { return Object.entries(this.sizes).map(([name, size]) => `${name}=${size}`).join(", "); }
 
-  // The sizes of the model that is shown, or of the one that is asked for.
+  // The sizes of the model that is shown, or of the one that is requested.
   set(sizes) {
     this.sizes = { ...sizes };
     for (const [name, node] of this.inputs) if (document.activeElement !== node) node.value = sizes[name].toLocaleString("en");

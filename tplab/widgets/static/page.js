@@ -1,5 +1,5 @@
-// A page of to_html. Its widgets show one thing, so a step of one is a step of all. The one that the reader touched last
-// decides: where another still plays, that one stops.
+// A page of to_html. Its widgets show the same thing, so they share one position. The widget that the reader touched
+// last decides: if another one is playing, it stops.
 import { PageModel } from "./model.js";
 
 const models = [];

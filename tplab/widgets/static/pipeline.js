@@ -9,7 +9,7 @@ import { numSteps, positionAt, timeAt } from "./score.js";
 import { Tasks } from "./tasks.js";
 
 const PATIENCE = 3000; // milliseconds
-const PAUSE = 400; // after the last key, until what is typed is asked
+const PAUSE = 400; // milliseconds from the last key until the text is sent
 const SILENCE = "No kernel answers, so nothing changes here. Run this cell to use its controls.";
 const STILL = "This page has no Python behind it, so it shows this one schedule. Its controls work in Jupyter.";
 const CSV = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,";
@@ -34,7 +34,7 @@ function slider(name, { least, most, by, turned }) {
     marks.style.setProperty("--at", `${(100 * (at - least)) / Math.max(most - least, 1e-9)}%`);
   };
   input.addEventListener("input", () => turned(Number(input.value)));
-  // JupyterLab keeps the arrow keys from the slider, so they are read here.
+  // JupyterLab does not pass the arrow keys to the slider, so they are handled here.
   const [on, back] = [by, -by].map((step) => () => turned(Math.min(Math.max(Math.round((Number(input.value) + step) / by) * by, least), most)));
   onKeys(input, () => ({ ArrowRight: on, ArrowUp: on, ArrowLeft: back, ArrowDown: back, Home: () => turned(least), End: () => turned(most) }));
   return { node, draw, off: (off) => { input.disabled = off; node.classList.toggle("tpl-off", off); } };
@@ -66,7 +66,7 @@ function controls(root, model, ask) {
       clearTimeout(typing);
       typing = setTimeout(() => ask({ stage_costs: costs.value }), PAUSE);
     } });
-  costs.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the player
+  costs.addEventListener("keydown", (event) => event.stopPropagation()); // keys typed here do not reach the player
   const costsBox = el("label.tpl-setting", { title: COSTS }, el("span", {}, "cost of each stage"), costs);
   const least = 0.5, none = 16.5;
   const limit = slider("memory limit", { least, most: none, by: 0.5, turned: (value) => ask({ memory_limit: value >= none ? null : value }) });
@@ -108,7 +108,7 @@ async function render({ model, el: host }) {
   let waiting = false, wanted = null, silence = null, failure = "", did = "", drawn = model.get("settings");
   let drawing = Promise.resolve(), isMoving = false, more = 0; // the board's drawing; a move, and how far to go after it
 
-  // One question at a time: while Python works on one, only the last of the next is kept.
+  // One request at a time: while Python works on one, only the latest of the following ones is kept.
   function ask(changes) {
     wanted = { ...(wanted ?? model.get("settings")), ...changes };
     show(wanted);
@@ -119,7 +119,7 @@ async function render({ model, el: host }) {
     send({ settings: true });
   }
 
-  // Python answers every message. Where it does not, no kernel runs, or a busy one, which may still answer.
+  // Python answers every message. Without an answer, there is no kernel, or a busy one, which may still answer.
   function send(content) {
     clearTimeout(silence);
     silence = setTimeout(() => giveUp(SILENCE), PATIENCE);
@@ -133,10 +133,10 @@ async function render({ model, el: host }) {
     show(drawn, true);
     tellNotice();
   }
-  // On a page, Python may still have to come: it says how far it is, or why it does not come.
+  // On a page, Python may still be loading: show its progress, or why loading failed.
   async function onAnswer(content) {
     clearTimeout(silence);
-    if (isMoving) await drawing; // what is chosen is where the board has it
+    if (isMoving) await drawing; // the choice refers to the new board
     [failure, did] = ["", content.did ?? ""];
     if (content.failed) return giveUp(content.failed);
     tellNotice(content.progress);
@@ -178,7 +178,7 @@ async function render({ model, el: host }) {
       node.disabled = !model.get("num_edits");
     }
   };
-  // While actions are edited, the arrow keys are about the chosen one; else they move the playhead.
+  // While actions are edited, the arrow keys apply to the chosen one; otherwise they move the playhead.
   const onEditKey = (event) => {
     if (!chart.editing || event.target.closest("input, select, textarea") || event.altKey) return;
     const command = event.ctrlKey || event.metaKey;
@@ -195,7 +195,7 @@ async function render({ model, el: host }) {
   const pasted = el("textarea.tpl-text", { rows: 5, spellcheck: "false", "aria-label": "CSV to show", placeholder: CSV });
   const paste = el("form.tpl-paste", { hidden: "", onsubmit: (event) => { event.preventDefault(); send({ paste: pasted.value }); } }, pasted,
     el("div", {}, "One line per rank, in either of torch's forms. ", tool("show it", "show what is pasted", () => {}, { type: "submit" })));
-  paste.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the player
+  paste.addEventListener("keydown", (event) => event.stopPropagation()); // keys typed here do not reach the player
   const toPaste = toggle("paste CSV", "paste CSV of your own", (on) => {
     paste.hidden = !on;
     if (on) pasted.focus();
@@ -236,7 +236,7 @@ async function render({ model, el: host }) {
   });
   const figures = el("div.tpl-figures");
   const meanings = el("dl"), explained = el("details.tpl-meanings", {}, el("summary", {}, "what the figures mean"), meanings);
-  for (const event of ["keydown", "keyup"]) explained.addEventListener(event, (pressed) => pressed.stopPropagation()); // its keys are no keys of the player
+  for (const event of ["keydown", "keyup"]) explained.addEventListener(event, (pressed) => pressed.stopPropagation()); // keys typed here do not reach the player
   root.append(note, bar, figures, explained);
 
   function draw() {

@@ -1,5 +1,5 @@
-// The playhead and its controls. Frames are made here, in the browser: Python hears of the position only when it rests
-// or a step is over.
+// The playhead and its controls. Frames are drawn here, in the browser: Python receives the position only when the
+// playhead rests or a step ends.
 import { el, keepHeight, onKeys, reducedMotion } from "./shell.js";
 
 const ICONS = {
@@ -16,7 +16,7 @@ const icon = (name) => {
 const pace = (steps) => Math.max(0.2, Math.min(1.1, 18 / steps));
 
 export class Player {
-  // show(position, playing) draws; say(position) is [what step, what happens, how much was sent].
+  // show(position, playing) draws; say(position) is [the step, what happens, how much was sent].
   constructor(root, model, { steps, show, say, seconds }) {
     Object.assign(this, { root, model, steps, show, say });
     this.secondsAStep = seconds ?? pace(steps);
@@ -73,7 +73,7 @@ export class Player {
     this.marks.replaceChildren(...Array.from({ length: this.steps <= 40 ? this.steps + 1 : 0 }, () => el("i")));
   }
 
-  // What is shown has changed, and has so many steps now. The model's step may be one that what was shown before had not.
+  // The picture has changed, and now has this many steps. The model's step may be one that the previous picture lacked.
   restart(steps) {
     this.steps = steps;
     this.secondsAStep = pace(steps);
@@ -83,7 +83,7 @@ export class Player {
     this.go(this.model.get("step"), false);
   }
 
-  // Of some forty steps, what the line below the controls says.
+  // The line below the controls, for about forty steps.
   texts() {
     const some = Array.from({ length: 41 }, (_, place) => place * Math.ceil(this.steps / 40)).filter((step) => step <= this.steps);
     return [...new Set(some)].map((step) => {
@@ -113,7 +113,7 @@ export class Player {
     if (tell) this.sync();
   }
 
-  // To a position that the reader is still choosing: Python hears of it when the hand rests.
+  // To a position that the reader is still choosing: Python receives it when the pointer rests.
   seek(position) {
     this.go(position, false);
     clearTimeout(this.resting);
@@ -143,7 +143,7 @@ export class Player {
       }
     };
     if (reducedMotion.matches) {
-      // No motion: one whole step at a time.
+      // Reduced motion: one whole step at a time.
       const jump = () => {
         this.position = this.clamp(Math.floor(this.position + 1e-6) + 1);
         this.draw();
@@ -181,7 +181,7 @@ export class Player {
     this.slider.setAttribute("aria-valuetext", head);
   }
 
-  // Tell Python where the playhead is; at most about four times a second while it plays.
+  // Send the position of the playhead to Python, at most about four times a second while it plays.
   sync() {
     const now = performance.now();
     if (this.playing && now - (this.told ?? -1e9) < 250) return;

@@ -1,14 +1,14 @@
-// Paints the pictures that widgets/paper/scene.py has kept, on a canvas, and finds what is under the pointer.
+// Paints the pictures recorded by widgets/paper/scene.py on a canvas, and finds what is under the pointer.
 import { colours, el } from "./shell.js";
 import { LETTERS, hatch, shape } from "./canvas.js";
 
 const FINE = 20;
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
-const READ = 300; // at most so many things are listed for screen readers, after their number
+const READ = 300; // the most things that are listed for screen readers, after their number
 const RESTS = 250; // milliseconds without a new frame
 const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows", "saying"];
 
-// What the colours mean, in a line that wraps; at its end a note, or controls. `live` paints it again.
+// The legend, in a line that wraps; at its end a note, or controls. `live` repaints it.
 export function drawLegend(root, data, end = "", host = root) {
   const row = el("div.tpl-legend");
   host.append(row);
@@ -25,10 +25,10 @@ export function drawLegend(root, data, end = "", host = root) {
 }
 
 export class Scene {
-  // data is what `packed` has made, number which of its scenes this is. over(event, rows, key) hears of the pointer,
-  // press(key) of a click on what has a key. about(key) says what a thing is whose hint Python has not written; null:
-  // nothing. reads(key): whether a list for screen readers has it. cursor: whether a line goes with the pointer.
-  // largest: how many times as large as in a still picture it may be.
+  // data: the result of `packed`; number: the index of the scene in it. over(event, rows, key): called when the pointer
+  // moves; press(key): called for a click on something with a key. about(key): the tooltip of something for which
+  // Python has not written one; null: none. reads(key): whether it is listed for screen readers. cursor: whether a line
+  // follows the pointer. largest: the largest scale, relative to the still picture.
   constructor(root, host, data, number, { over, press, about, reads = () => true, cursor, largest = 1 }) {
     const table = (place) => {
       const found = { ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) };
@@ -56,7 +56,7 @@ export class Scene {
     });
   }
 
-  // The layout that there is room for.
+  // The layout that fits.
   choose() {
     const [wide, narrow] = this.tables, full = this.host.clientWidth;
     const table = full && full < 0.66 * wide.width ? narrow : wide, { width, height } = table;
@@ -78,7 +78,7 @@ export class Scene {
     this.over(null, null, null);
   }
 
-  // By keys, to the next thing that says what it is. Returns what it says.
+  // Keyboard: go to the next thing with a tooltip. Returns the tooltip.
   step(by) {
     const { table } = this, marked = [...table.mark.keys()].filter((part) => table.mark[part] >= 0 && this.isThere(part));
     const at = Math.min(Math.max(marked.indexOf(this.pointed) + by, 0), marked.length - 1);
@@ -100,7 +100,7 @@ export class Scene {
     return key < 0 ? null : key;
   }
 
-  // What can be pointed at, in words, for those who do not see it: a list, written again when the picture rests.
+  // A list for screen readers of everything with a tooltip, rewritten when the picture rests.
   read() {
     const { mark } = this.table, first = new Map();
     for (let part = 0; part < mark.length; part++) if (mark[part] >= 0 && this.isThere(part)) first.set(mark[part], part);
@@ -117,7 +117,7 @@ export class Scene {
     return this.table.begin[part] < this.position && this.position <= this.table.end[part];
   }
 
-  // The uppermost box under the pointer that says what it is; of equally large ones, that with the nearest middle.
+  // The topmost box with a tooltip under the pointer; of equally large ones, the one with the nearest centre.
   under(event) {
     const { x: xs, y: ys, w, h, mark, path, width } = this.table, frame = this.canvas.getBoundingClientRect(), scale = (FINE * width) / frame.width;
     const across = (event.clientX - frame.left) * scale, down = (event.clientY - frame.top) * scale;
@@ -140,7 +140,7 @@ export class Scene {
     if (!full) return;
     if (this.list.isConnected) this.resting = setTimeout(() => this.read(), RESTS);
     const ratio = (full / table.width) * (window.devicePixelRatio || 1), pen = canvas.getContext("2d");
-    // Between two moments nothing changes but what moves.
+    // Between two moments, only moving things change.
     const state = [table.width, ratio, this.root.dataset.theme, table.moments.findIndex((moment) => moment >= position)].join();
     if (!table.moves && state === this.painted) return;
     this.painted = state;
@@ -171,7 +171,7 @@ export class Scene {
     return result;
   }
 
-  // How much of the time is over in which something is there.
+  // The share of something's time that has passed.
   shareOf(part) {
     const { begin, end } = this.table;
     return begin[part] === -Infinity ? 1 : (this.position - begin[part]) / (end[part] - begin[part]);
@@ -182,7 +182,7 @@ export class Scene {
     return Array.from(curves.subarray(8 * path[part], 8 * path[part] + 8), (length) => length / FINE);
   }
 
-  // Where on its curve something is that travels.
+  // The point on its curve of something that moves.
   onCurve(part) {
     const curve = this.curveOf(part), u = this.shareOf(part), weights = [(1 - u) ** 3, 3 * u * (1 - u) ** 2, 3 * u * u * (1 - u), u ** 3];
     return [0, 1].map((axis) => weights.reduce((sum, weight, point) => sum + weight * curve[2 * point + axis], 0));
@@ -202,7 +202,7 @@ export class Scene {
       pen.fillRect(x, y, width, height);
     } else if (is === "box") {
       if (width <= 0 || !(fill || edge)) return;
-      const inset = edge ? line / 2 : 0; // the outline is inside of the box
+      const inset = edge ? line / 2 : 0; // the outline is inside the box
       pen.fillStyle = fill;
       if (!radius && !edge) return pen.fillRect(x, y, width, height);
       shape(pen, x + inset, y + inset, Math.max(width - 2 * inset, 0.1), height - 2 * inset, radius);
@@ -233,7 +233,7 @@ export class Scene {
   }
 }
 
-// What a hint says, in one line.
+// A tooltip in one line.
 export const hintText = (rows) => (rows ?? []).filter((row) => row && row[1] !== "").map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
 
 function fillAndStroke(pen, fill, edge) {

@@ -1,4 +1,4 @@
-// The picture at one moment, from the columns of a score. Nothing here touches the page.
+// The picture at one moment, from the columns of a score, without access to the page.
 import { rangeText } from "./units.js";
 
 export const COMPUTE = 0, SEND = 1, COLLECTIVE = 2, WAIT = 3;
@@ -8,7 +8,7 @@ export const numSteps = (score) => score.times.length - 1;
 
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
-// When the playhead at `position` (in rounds) is.
+// The time of the playhead at `position`, in rounds.
 export function timeAt(score, position) {
   const steps = numSteps(score);
   position = clamp(position, 0, steps);
@@ -17,7 +17,7 @@ export function timeAt(score, position) {
   return position === index + 1 ? end : begin + (position - index) * (end - begin);
 }
 
-// Where the playhead is at `time`: the reverse.
+// The position of the playhead at `time`: the reverse.
 export function positionAt(score, time) {
   const { times } = score, steps = numSteps(score);
   if (time >= times[steps]) return steps;
@@ -78,16 +78,16 @@ export const partOf = (score, hold) => {
   return part?.length ? part : null;
 };
 
-// What a message carries, in a sentence.
+// The contents of a message, for a sentence.
 export function carried(score, row) {
   const flow = ["", "activations of ", "gradients of "][score.flow[row]];
   return score.item[row] >= 0 ? `${flow}${pieceText(score, score.item[row])}` : "a message";
 }
 
-// The name of an item in a sentence.
+// The name of an item, for a sentence.
 export const pieceText = (score, item) => score.items[item][2];
 
-// The numbers of a hold, where they were kept.
+// The numbers of a hold, if they were kept.
 export function values(score, hold) {
   const place = score.hold_value[hold];
   if (place < 0) return [];

@@ -1,4 +1,4 @@
-// Which rank holds which piece: tensors cut up, and every rank with its own pieces. To point at one shows it everywhere.
+// Which rank holds which piece: tensors cut up, and ranks with their pieces. Hovering over one shows it everywhere.
 import { card, el, keepHeight, live, onKeys } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene } from "./scene.js";

@@ -1,4 +1,4 @@
-// What every widget shares: elements, the theme of the page around it, the card, the hint under the pointer.
+// Shared by all widgets: elements, the theme of the page, the card, the tooltip.
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set(["svg", "g", "path", "rect", "circle", "text", "line", "defs", "pattern", "tspan"]);
 
@@ -20,8 +20,8 @@ const luminance = (colour) => {
   return a < 0.5 ? null : (0.299 * r + 0.587 * g + 0.114 * b) / 255;
 };
 
-// Whether the page around `node` is dark: by its own mark (JupyterLab, VS Code, Colab), else by what is behind the
-// widget, else by what the reader prefers.
+// Whether the page around `node` is dark: by its own marker (JupyterLab, VS Code, Colab), otherwise by the background
+// behind the widget, otherwise by the reader's preference.
 export function isDark(node) {
   const { body, documentElement: html } = document;
   const lab = body.dataset.jpThemeLight;
@@ -39,7 +39,7 @@ export function isDark(node) {
 
 const HIDDEN_FRAMES = 30;
 
-// Keep `root`'s theme that of the page; `changed` is called when it turns. Returns what ends it.
+// Keep `root`'s theme in sync with the page's; `changed` is called when it changes. Returns a function that ends this.
 export function followTheme(root, changed) {
   const apply = () => {
     const theme = isDark(root.parentElement ?? document.body) ? "dark" : "light";
@@ -47,7 +47,7 @@ export function followTheme(root, changed) {
     root.dataset.theme = theme;
     changeSeen(HIDDEN_FRAMES);
   };
-  // JupyterLab hides the notebook while it changes the theme, and nothing can be measured or drawn until it is back.
+  // JupyterLab hides the notebook while it changes the theme; nothing can be measured or drawn until it is shown again.
   const changeSeen = (frames) => {
     changed();
     if (!root.clientWidth && frames) requestAnimationFrame(() => changeSeen(frames - 1));
@@ -66,8 +66,8 @@ export function followTheme(root, changed) {
   };
 }
 
-// Draws again, the legend too, when the theme or the width of the card changes, and does what the model's events ask for.
-// Returns what ends it, and `ends` with it.
+// Redraw, including the legend, when the theme or the width of the card changes, and handle the model's events. Returns
+// a function that ends this and calls `ends`.
 export function live(root, model, draw, events, ...ends) {
   let width = null;
   const redraw = () => {
@@ -86,7 +86,7 @@ export function live(root, model, draw, events, ...ends) {
   };
 }
 
-// The colours of the theme, for canvases: read from the style sheet, so that they stand in one place.
+// The colours of the theme, for canvases: read from the style sheet, so that they are defined in one place.
 export function colours(root) {
   const style = getComputedStyle(root);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -107,7 +107,7 @@ function mix(a, b, share) {
   return `rgb(${x.map((part, at) => Math.round(share * part + (1 - share) * y[at])).join(",")})`;
 }
 
-// above: what is said of it; the first line is the heading. A line ends only where a sentence does.
+// above: the text above it; the first line is the heading. Lines break only between sentences.
 export function card(host, { title, about, badge, label, warning, above }) {
   const root = el("section.tplab", { tabindex: 0, role: "group", "aria-label": label ?? title });
   shareKeys(root);
@@ -120,9 +120,9 @@ export function card(host, { title, about, badge, label, warning, above }) {
   return root;
 }
 
-// JupyterLab hears keys before the card does. While the focus is in the card, single keys are the card's: a space would
-// scroll, and two d's delete a cell. What is pressed with Ctrl or Cmd is JupyterLab's (save, find), unless it edits text;
-// Enter with another key runs the cell; and Escape gives the focus back to the notebook's cell.
+// JupyterLab handles keys before the card does. While the focus is in the card, single keys belong to the card: a space
+// would scroll, and two d's delete a cell. Shortcuts with Ctrl or Cmd are JupyterLab's (save, find), unless they edit
+// text; Enter with another key runs the cell; and Escape returns the focus to the notebook's cell.
 const SUPPRESS = "data-lm-suppress-shortcuts", EDITING = ["a", "c", "v", "x", "y", "z"];
 function shareKeys(root) {
   const mark = ({ target, key, ctrlKey, metaKey, shiftKey }) => {
@@ -137,8 +137,8 @@ function shareKeys(root) {
   });
 }
 
-// Keys that do something here, of which the page then hears nothing: acts(event) is a table of key -> what it does.
-// shifted: whether it is asked about keys that are pressed with Shift.
+// Keys that are handled here and then hidden from the page: acts(event) is a table of key -> function.
+// shifted: whether this includes keys pressed with Shift.
 export function onKeys(node, acts, shifted = false) {
   node.addEventListener("keydown", (event) => {
     const { ctrlKey, metaKey, altKey, shiftKey } = event;
@@ -150,11 +150,11 @@ export function onKeys(node, acts, shifted = false) {
   });
 }
 
-// A button with words.
+// A button with a text.
 export const tool = (text, label, act, more = {}) =>
   el("button.tpl-button.tpl-tool", { type: "button", title: label, "aria-label": label, onclick: act, ...more }, text);
 
-// A tool that is on or off: act(on).
+// A toggle button: act(on).
 export function toggle(text, label, act) {
   const node = tool(text, label, () => {
     const on = node.getAttribute("aria-pressed") !== "true";
@@ -164,7 +164,7 @@ export function toggle(text, label, act) {
   return node;
 }
 
-// The hint: rows of [what, text], beside the pointer, inside of the card; without rows there is none.
+// The tooltip: rows of [what, text], beside the pointer, inside the card; hidden without rows.
 export function hint(root) {
   const box = el("div.tpl-hint", { role: "tooltip", hidden: "" });
   root.append(box);
@@ -177,7 +177,7 @@ export function hint(root) {
       const frame = root.getBoundingClientRect();
       const x = event.clientX - frame.left + 14, y = event.clientY - frame.top + 14;
       const room = frame.width - box.offsetWidth - 6, below = x > room ? y + 6 : y;
-      // A notebook cuts off what is outside of the card: where there is no room below the pointer, it is above.
+      // A notebook cuts off what is outside the card: without room below the pointer, the tooltip is above it.
       const above = event.clientY - frame.top - box.offsetHeight - 10, fits = below + box.offsetHeight <= frame.height - 4;
       box.style.left = `${Math.max(4, Math.min(x, room))}px`;
       box.style.top = `${fits ? below : Math.max(4, above)}px`;
@@ -186,8 +186,8 @@ export function hint(root) {
   };
 }
 
-// A line of words keeps the height of the longest of its texts, so that nothing below it moves. Returns what measures
-// again, after the texts have changed, and what ends it.
+// Keep a line of text at the height of its longest text, so that nothing below it moves. Returns a function that
+// measures again after the texts have changed, and one that ends this.
 export function keepHeight(root, line, texts) {
   let width = 0;
   const measure = () => {

@@ -1,4 +1,4 @@
-// What a rank holds over time: areas on top of each other, of the rank that is chosen.
+// The memory of the chosen rank over time, as stacked areas.
 import { card, el, hint, live, onKeys } from "./shell.js";
 import { unpack } from "./wire.js";
 import { Scene, drawLegend, hintText } from "./scene.js";

@@ -1,10 +1,10 @@
-// The tasks of a lab: one of them, its hints one at a time, and whether it is solved. Python writes the words and decides;
-// what was solved is kept in this browser.
+// The tasks of a lab: one of them, its hints one at a time, and whether it is solved. Python provides the texts and
+// decides; solved tasks are remembered in this browser.
 import { el, tool } from "./shell.js";
 
 const KEPT = "tplab.solved"; // names of tasks, in the browser's storage
 
-// A page in a frame of another site may have no storage; then it is forgotten with the page.
+// A page in a frame of another site may have no storage; then they are forgotten with the page.
 function solvedTasks() {
   try {
     return new Set(JSON.parse(localStorage.getItem(KEPT) ?? "[]"));
@@ -20,7 +20,7 @@ function keepSolved(names) {
 }
 
 export class Tasks {
-  // ask(settings): what to ask of Python, when a task is chosen or begun again.
+  // ask(settings): requests these settings from Python when a task is chosen or restarted.
   constructor(model, ask) {
     Object.assign(this, { model, tasks: model.get("choices").tasks, solved: new Set(), hinted: new Map() });
     this.options = this.tasks.map(({ name }) => el("option", { value: name }));
@@ -35,16 +35,16 @@ export class Tasks {
     Object.assign(this, { text, says, hints });
     this.box = el("div.tpl-tasks", { role: "group", "aria-label": "tasks" },
       el("div.tpl-tools", {}, el("label", {}, "task ", this.select), this.count, el("span.tpl-space"), this.hint, this.again), text, says, hints);
-    this.box.addEventListener("keydown", (event) => event.stopPropagation()); // its keys are no keys of the picture
-    this.box.hidden = Boolean(model.isStill); // what is never computed is never solved
+    this.box.addEventListener("keydown", (event) => event.stopPropagation()); // keys typed here do not reach the picture
+    this.box.hidden = Boolean(model.isStill); // without computing, nothing is solved
     const begin = (name) => ask({ task: name, ...this.tasks.find((task) => task.name === name)?.start });
   }
 
   get task() { return this.tasks.find(({ name }) => name === this.settings.task); }
   get shown() { return this.hinted.get(this.task.name) ?? 0; } // how many hints
 
-  // settings: those that are asked for; isWaiting: the verdict on what is shown now still has to come; isLost: no Python
-  // takes what was asked, and its text needs none
+  // settings: the requested ones; isWaiting: the verdict on them has not arrived yet; isLost: no Python takes them, and
+  // the text of the chosen task needs none
   show(settings, isWaiting = false, isLost = false) {
     this.settings = isLost ? { ...settings, task: this.settings?.task } : settings;
     const { task } = this, verdict = this.model.get("verdict");

@@ -1,5 +1,5 @@
-// Pictures at every position of a playhead, and the timeline of a run below them. After `period` steps they are the same
-// pictures again: those of another pass.
+// Pictures at every position of a playhead, and the timeline of a run below them. The pictures repeat after `period`
+// steps, for another pass.
 import { card, el, hint, live } from "./shell.js";
 import { timeText } from "./units.js";
 import { positionAt, timeAt } from "./score.js";

@@ -1,4 +1,4 @@
-// Where the time goes: one lane per rank, on which one can look closer.
+// Where the time goes: one lane per rank, with zooming.
 import { card, el, hint, live, onKeys, toggle, tool } from "./shell.js";
 import { timeText } from "./units.js";
 import { unpack } from "./wire.js";

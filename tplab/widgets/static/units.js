@@ -1,4 +1,4 @@
-// Numbers as people read them: what tplab/units.py says, in JavaScript.
+// Numbers as people read them: tplab/units.py in JavaScript.
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 const SECONDS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]];
 
@@ -9,7 +9,7 @@ export function plain(number) {
   return text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
 }
 
-// An element of a tensor: whole numbers below a million as they are, others with four significant digits.
+// An element of a tensor: whole numbers below a million are unchanged; others get four significant digits.
 export function numberText(number) {
   if (!isFinite(number)) return { NaN: "nan", Infinity: "inf", "-Infinity": "-inf" }[number];
   if (number === Math.trunc(number) && Math.abs(number) < 1e6) return String(number);
@@ -41,7 +41,7 @@ export function rangeText(numbers, text = bytesText) {
   return from === to ? from : `${from} to ${to}`;
 }
 
-// Round times from `start` on, at most about `most` of them before `end`.
+// Round times from `start` on, about `most` or fewer before `end`.
 export function ticks(start, end, most, unit = "s", zero = start) {
   if (!(end > start)) return [start];
   const rough = (end - start) / Math.max(most, 1);

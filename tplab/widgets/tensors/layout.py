@@ -1,4 +1,4 @@
-"""What `shards` draws: tensors cut into pieces, and each rank with its own. Lengths are CSS pixels."""
+"""The picture of `shards`: tensors cut into pieces, and each rank with its own. Lengths are CSS pixels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def index_text(shape: Sequence[int], slices: Sequence[slice]) -> str:
-    """A piece as one would index it: "[0:4, :]"."""
+    """A piece as an index expression: "[0:4, :]"."""
     whole = [slice(0, size) for size in shape]
     return f"[{', '.join(':' if part == all_ else f'{part.start}:{part.stop}' for part, all_ in zip(slices, whole))}]"
 

@@ -1,6 +1,6 @@
-"""The pictures of `shards`: tensors cut into pieces, and the ranks. To point at a piece or at a rank shows it in both.
+"""The pictures of `shards`: tensors cut into pieces, and the ranks. Hovering over a piece or a rank shows it in both.
 
-A position of the playhead is what is pointed out: a rank, or after the last rank a piece of a tensor; -1: nothing.
+A position of the playhead is what is highlighted: a rank, or after the last rank a piece of a tensor; -1: nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _name(sheet: Scene, drawing: Drawing, piece: Tile, own: set[int], last: int)
 
 
 def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> Scene:
-    """Every rank with a small copy of each tensor, in which its own pieces are filled. Its key is its number."""
+    """Every rank with a small copy of each tensor, in which its own pieces are filled. A rank's key is its number."""
     few = mesh.size <= 16
     scale = (0.26 if few else 0.14) * (0.65 if len(drawings) > 1 else 1)
     small = [(max(11.0, d.width * scale), max(9.0, d.height * scale)) for d in drawings]

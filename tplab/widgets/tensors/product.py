@@ -1,4 +1,4 @@
-"""A product of two sharded matrices: how the result is sharded, and what it still needs."""
+"""A product of two sharded matrices: how the result is sharded, and the communication that it still needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Product:
 
     y           sharded like the rows of x and the columns of w
     summed      the axes along which the ranks' products are parts of a sum: y needs an all_reduce over them
-    multiplied  (rows, inner, columns) of what each rank multiplies
+    multiplied  (rows, inner, columns) of each rank's product
     """
 
     x: Tensor
@@ -40,13 +40,13 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """What one rank computes: 2 x rows x inner x columns."""
+        """FLOPs of one rank: 2 x rows x inner x columns."""
         return 2 * math.prod(self.multiplied)
 
 
 def product(x: Tensor, w: Tensor, mesh: Mesh, name: str = "y") -> Product:
-    """The product of x and w. Raises ShapeError or SpecError if they cannot be multiplied piece by piece, and says what
-    to gather."""
+    """The product of x and w. Raises ShapeError or SpecError if they cannot be multiplied piece by piece, with advice
+    on what to gather."""
     for tensor in (x, w):
         if len(tensor.shape) != 2:
             raise ShapeError(f"{tensor.name} has {len(tensor.shape)} dims {tensor.shape}; give two matrices")
