@@ -169,8 +169,8 @@ def _waits(blocks: Sequence[Block], exact: bool) -> list[Array]:
 def pipeline(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: Stack, most: int
 ) -> Simulation:
-    """The plan's schedule with each stage's times, as in `step`. Of more than `most` microbatches, rounds of one per rank
-    are left out, but DualPipe keeps two per rank. All pairs of passes hide the same part of the shorter one: the mean."""
+    """The plan's schedule with each stage's times, as in `step`. Of more than `most` microbatches, rounds of one per
+    rank are left out; DualPipe keeps two. All pairs of passes hide the same part of the shorter one: the mean."""
     block = Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))
     plan, stages = block.layouts[0], np.array(block.families[0].stages, float)
     fields = (stages @ block.micro[0, 0]).T
