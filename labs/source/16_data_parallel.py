@@ -35,28 +35,6 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 # %% [markdown]
-# Unless we say otherwise, times in this lab are **modelled** from data sheets, at their peak rates. That needs only
-# sizes: meta tensors have a shape but no numbers.
-
-# %% tags=["opening-picture"]
-SIZES = {"dtype": torch.bfloat16, "device": "meta"}
-
-def mlp(layers, width):
-    layer = partial(skip_init, nn.Linear, width, width, bias=False, **SIZES)
-    return nn.Sequential(*[layer() for _ in range(layers)])
-
-def on_h100(step, model, tokens, ranks=8, **options):  # tokens per rank
-    x = torch.empty(tokens, model[0].in_features, **SIZES)
-    step = partial(step, **options) if options else step
-    return tt.run(step, Mesh(dp=ranks), model, x, cluster="h100").trace
-
-def overlapped(model, x, bucket_bytes=25e6):
-    tt.data_parallel(model, "dp", bucket_bytes=bucket_bytes, broadcast=False)
-    model(x).mean().backward()
-
-timeline(on_h100(overlapped, mlp(8, 4096), 4096))
-
-# %% [markdown]
 # ## By hand: two replicas
 #
 # The model is $y = w x$ with $w = 2$, and the loss is $(w x - t)^2$, so its gradient is $2x\,(wx - t)$. Rank 0 has the
@@ -119,9 +97,23 @@ for R in (2, 3, 4, 8):
 #
 # Every `all_reduce` also pays the latency of $2(R-1)$ hops, however small its input. A model has hundreds of parameter
 # tensors, so their gradients are packed into **buckets**: flat buffers that travel as one message. `average_gradients`
-# can do both:
+# can do both.
+#
+# Unless we say otherwise, times in this lab are **modelled** from data sheets, at their peak rates. That needs only
+# sizes: meta tensors have a shape but no numbers.
 
 # %%
+SIZES = {"dtype": torch.bfloat16, "device": "meta"}
+
+def mlp(layers, width):
+    layer = partial(skip_init, nn.Linear, width, width, bias=False, **SIZES)
+    return nn.Sequential(*[layer() for _ in range(layers)])
+
+def on_h100(step, model, tokens, ranks=8, **options):  # tokens per rank
+    x = torch.empty(tokens, model[0].in_features, **SIZES)
+    step = partial(step, **options) if options else step
+    return tt.run(step, Mesh(dp=ranks), model, x, cluster="h100").trace
+
 def afterwards(model, x, bucket_bytes=None):
     model(x).mean().backward()
     tt.average_gradients(model, "dp", bucket_bytes=bucket_bytes)
@@ -138,10 +130,18 @@ for bucket_bytes in (None, 25e6):
 # `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` when the gradient of `p` is complete.
 # `data_parallel` puts such a hook on every parameter, and fills the buckets from the last parameter to the first. It
 # starts the `all_reduce` of a bucket as soon as it is full. When the backward pass ends, the means are written to
-# `p.grad`.
-#
-# **Predict.** The gradients take 134 MB. How much of the sending is hidden with buckets of 5 MB, of 50 MB, and with a
-# single bucket for everything?
+# `p.grad`. With eight layers:
+
+# %% tags=["opening-picture"]
+def overlapped(model, x, bucket_bytes=25e6):
+    tt.data_parallel(model, "dp", bucket_bytes=bucket_bytes, broadcast=False)
+    model(x).mean().backward()
+
+timeline(on_h100(overlapped, mlp(8, 4096), 4096))
+
+# %% [markdown]
+# **Predict.** The 64 layers above have 134 MB of gradients. How much of the sending is hidden with buckets of 5 MB, of
+# 50 MB, and with a single bucket for everything?
 #
 # <details><summary>Answer</summary>
 #
@@ -232,8 +232,7 @@ for ranks in (8, 16, 64):
 # %% [markdown]
 # At the data sheets' rates, about 1,900 tokens per rank are enough inside a node, and 2,500 on 64 GPUs. The forecast asks
 # for 1,400 in a node: measured matmuls are slower, and hide more. With InfiniBand NDR, 64 GPUs need no more than a node,
-# and on the playbook's network 3,300. The range in brackets comes from that network's
-# error.
+# and on the playbook's network 3,300.
 #
 # **Decide.** Your batch has 4 million tokens. Over how many H100s can it be spread with all gradients hidden? The
 # table shows how many tokens each GPU gets, and how many it needs.

@@ -363,7 +363,7 @@ def test_an_average_may_not_gather_the_other_pieces():
     def of_all(gradient):
         dp, tp = tt.axis_size("dp"), tt.axis_size("tp")
         whole = tt.all_gather(gradient, ("dp", "tp"), 0).reshape(dp, tp, -1)
-        return whole.mean(0)[tt.axis_index("tp")][None]
+        return whole.mean(0)[tt.axis_index("tp")][:, None]
 
     expect(check_average(of_all), False, "the numbers are right, but on Mesh(dp=2, tp=3) it sends")
     expect(check_average(lambda gradient: gradient.copy_(tt.all_reduce(gradient, "dp", "mean"))), False, "in place")

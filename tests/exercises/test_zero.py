@@ -252,13 +252,13 @@ def test_a_layer_that_sends_too_much_is_refused():
     ("fn", "hint"),
     [
         (without_relu, "The relu is missing"),
-        (layer(lambda piece, *args: tt.all_gather(piece.detach(), *args)), "no gradient reaches the piece"),
+        (layer(lambda piece, *args: tt.all_gather(piece.detach(), *args)), "All of it is zero"),
         (in_two_places, "Gather first, and cut the row then."),
         (beside_each_other, "You cut the row as a matrix [D, 2 D]"),
         (transposed, "this is relu(x @ a.T) @ b.T"),
         (layer(tt.all_gather, first=1), "The two matrices are swapped"),
         (layer(tt.gather_from), "Which gather has a reduce_scatter as its backward pass?"),
-        (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "This is the mean"),
+        (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "Is it divided by R once too often?"),
         (layer(lambda piece, *_: piece.repeat(tt.axis_size("dp"))), "entries are off"),
     ],
     ids=[

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from tplab.cost import find
 from tplab.forecast import Model, Plan
+from tplab.forecast.messages import price, ranks_along, send_seconds
 from tplab.forecast.stages import held_parameters
 from tplab.forecast.traffic import layer_traffic, traffic
 
@@ -85,3 +88,22 @@ def test_experts_that_have_as_many_numbers_as_the_rest_have_no_embedding():
     assert held.experts == held.dense
     sent = [one.bytes for one in traffic(model, plan, 2, 8, 0, "tplab") if one.phase == "backward" and one.axis == "dp"]
     assert sorted(sent)[:2] == [2 * (held.dense - held.embedding), 2 * held.experts]
+
+
+def test_with_matmuls_in_8_bit_what_is_neither_an_activation_of_tp_nor_a_parameter_is_of_16():
+    model = Model.find("qwen3-235b-a22b")
+    for plan, zero in product((Plan(tp=2), Plan(tp=4, sequence_parallel=True)), (0, 1, 3)):
+        wide = replace(plan, dp=4, cp=2, pp=2, ep=4, zero=zero)
+        pair = traffic(model, wide, 8, 4096), traffic(model, replace(wide, dtype="float8"), 8, 4096)
+        for one, narrow in zip(*pair, strict=True):
+            is_narrow = (one.axis, one.part) == ("tp", "layer") or one.part == "parameters"
+            assert one == narrow._replace(bytes=narrow.bytes * (1 + is_narrow))
+
+
+def test_a_message_between_stages_is_timed_with_the_bytes_that_it_has():
+    model, plan = Model.find("llama3-8b"), Plan(tp=2, cp=2, pp=4, dtype="float8")
+    (sent,) = [one for one in traffic(model, plan, 1, 8192) if one.axis == "pp"]
+    cluster = find("h100-measured")
+    assert (
+        send_seconds(model, plan, cluster, 8192) == price(cluster, "send", sent.bytes, ranks_along(plan, "pp")).seconds
+    )

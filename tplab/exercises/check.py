@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, added_up_again
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, a_mean, added_up_again
 from tplab.exercises.trials import Trial, arrays_for, run_of, share_of_work, trials
 from tplab.exercises.verdict import Verdict, beside, cause, check, differs, listed, not_started, on, refuse, right
 from tplab.mesh import Mesh
@@ -217,7 +217,9 @@ def _known_mistake(
     """
     mistakes = [mistake for mistake in exercise.mistakes if mistake.result == result]
     common = set.intersection(*(set(mesh.axis_names) for mesh in exercise.meshes))
-    mistakes += [added_up_again(result, axis, AGAIN.format(axis)) for axis in sorted(common)]
+    for axes in [*((axis,) for axis in sorted(common)), tuple(sorted(common))]:
+        along = " and ".join(axes)
+        mistakes += [added_up_again(result, axes, AGAIN.format(along)), a_mean(result, axes, A_MEAN.format(along))]
 
     def tried() -> Iterator[tuple[np.ndarray, dict[Mistake | None, np.ndarray]]]:
         meshes = [(seed, mesh) for seed, mesh in enumerate(exercise.meshes) if seed != first and mesh.size > 1]
@@ -239,7 +241,8 @@ def _known_mistake(
 
 
 AGAIN = "This is R times too large, for R ranks along {}. Is something added up that every rank already has?"
-"""A hint for every exercise, where none of its own explains a result."""
+A_MEAN = "This is 1/R of what is right, for R ranks along {}. Is it divided by R once too often?"
+"""Hints for every exercise, where none of its own explains a result."""
 
 
 def _flat(pieces: Iterable[Any], like: Sequence[np.ndarray], slack: float) -> np.ndarray:

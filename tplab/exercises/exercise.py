@@ -103,6 +103,11 @@ def added_up_again(result: str, axis: Axis, hint: str) -> Mistake:
     return Mistake(result, hint, lambda seen: seen.want * seen.mesh.axis_size(axis))
 
 
+def a_mean(result: str, axis: Axis, hint: str) -> Mistake:
+    """The mistake of dividing a sum by the number of ranks along `axis`."""
+    return Mistake(result, hint, lambda seen: seen.want / seen.mesh.axis_size(axis))
+
+
 def added_over(result: str, axis: Axis, dim: int, plain: Callable[[Tensors], Tensors], hint: str) -> Mistake:
     """The mistake of adding up different pieces, split over `axis` along `dim`, as if they were copies."""
 

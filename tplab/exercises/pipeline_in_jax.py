@@ -150,7 +150,6 @@ PIPELINE = Exercise(
         Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0)),
         Mistake("ys", "The last rows are missing. In which tick does the last rank finish?", _ended),
         Mistake("ys", OF_THE_FIRST, lambda seen: _of_one_rank(seen, 0)),
-        Mistake("dw", "The gradient is zero. Is it cut off, as by `stop_gradient`?", lambda seen: 0 * seen.want),
         Mistake("ys", ALL_ADDED, _of_all_ranks),
         Mistake("ys", EACH_ITS_OWN, lambda seen: _of_one_rank(seen, seen.rank)),
         NOT_SHARED,

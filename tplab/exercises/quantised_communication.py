@@ -70,7 +70,6 @@ def _in_half(seen: Seen) -> np.ndarray:
     return _by_rank(seen.tensors["x"].astype(np.float16), num_ranks)[:, index].astype(float).sum(0)[None]
 
 
-A_MEAN = Mistake("total", "This is the mean over the ranks, and not the sum.", lambda seen: seen.want / seen.mesh.size)
 ADD_UP = Exercise(
     name="add_up",
     tensors=_of_different_scales,
@@ -108,7 +107,6 @@ ADD_UP = Exercise(
             "Keep each rank's own scale.",
             _common_scale,
         ),
-        A_MEAN,
         Mistake(
             "total",
             "These codes are -1, 0 and 1, since the scale is the largest magnitude. 4 bits hold codes from -7 to 7.",
@@ -285,7 +283,6 @@ REDUCE_TWICE = Exercise(
             "This is a row of this rank's own x: nothing is added to it.",
             lambda seen: seen.own["x"][seen.rank][None],
         ),
-        A_MEAN,
     ),
 )
 

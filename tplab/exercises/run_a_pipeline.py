@@ -91,7 +91,7 @@ def check_train_split(fn: Train) -> Verdict:
     """Whether `fn(schedule, stage, microbatches, loss)`, run by every rank, leaves the gradients of plain accumulation
     in `.grad` and returns the loss on the last rank: for schedules with B, and with I and W."""
     for mesh, rule in product(MESHES, RULES):
-        _compare(fn, rule(mesh.size, MICROBATCHES), mesh)
+        _compare(fn, rule, mesh)
     shares, early = _work_of_late_w(fn)
     if early > 2 * 4:  # a forward pass, and the backward pass of x and of the weights, are 6
         but(
@@ -135,11 +135,12 @@ def but(text: str) -> None:
     refuse(f": the gradients are right, but {text}")
 
 
-def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
+def _compare(fn: Train, rule: Callable[[int, int], Schedule], mesh: Mesh) -> None:
     """Refuse a loss or a gradient that is not that of one device."""
-    rule = f"{schedule.name}, whose actions are {listed(dict.fromkeys(one.kind for one in schedule.by_rank()[0]))}"
-    where = f"with {mesh.size} rank{'s' * (mesh.size > 1)} and {rule}"
-    with on(f"with {rule}"):
+    schedule = rule(mesh.size, MICROBATCHES)
+    name = f"{schedule.name}, whose actions are {listed(dict.fromkeys(one.kind for one in schedule.by_rank()[0]))}"
+    where = f"with {mesh.size} rank{'s' * (mesh.size > 1)} and {name}"
+    with on(f"with {name}"):
         per_rank = _trained_on(fn, schedule, mesh)
     loss, grads, _ = _plain(mesh.size)
     returned = per_rank[-1][0]
@@ -153,7 +154,7 @@ def _compare(fn: Train, schedule: Schedule, mesh: Mesh) -> None:
                 off = f"It is off by up to {number_text(float(np.abs(found[key] - want).max()))}."
                 text = f": the gradient of {key} is not right on rank {rank}, {where}."
                 panels = beside(f"yours, {key}", found[key], want, wrong, apart=True)
-                refuse(f"{text}\n{cause(_tried(fn, key), off)}", panels)
+                refuse(f"{text}\n{cause(_tried(fn, key, rule), off)}", panels)
     if differs(got, loss):
         times = " Is each microbatch's loss divided by their number?" if abs(got - MICROBATCHES * loss) < 1e-9 else ""
         refuse(f": the loss is {number_text(got)}, not {number_text(loss)}, {where}.{times}")
@@ -166,29 +167,23 @@ def _run(program: Callable[[Any], Any], mesh: Mesh = Mesh(pp=2), **options: Any)
     return run_on(mesh, lambda: program(_stage(axis_index("pp"))), **options)
 
 
-def _tried(fn: Train, key: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """A gradient on every rank in every case, and what known mistakes make of it: in W, or also in B."""
-    for mesh, rule in product(MESHES, RULES):
+def _tried(
+    fn: Train, key: str, rule: Callable[[int, int], Schedule]
+) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """A gradient on every rank of every mesh under this rule, and what known mistakes make of it."""
+    for mesh in MESHES:
         schedule, (_, grads, last) = rule(mesh.size, MICROBATCHES), _plain(mesh.size)
         got = np.array([found[key] for _, found in _trained_on(fn, schedule, mesh)])
         want, alone = (np.array([one[key] for one in of]) for of in (grads, last))
-        has_w = rule is not one_f_one_b
-        yield (
-            got,
-            {
-                "Nothing has been added to it: does each B, and each W, add its part?": 0 * want,
-                "Nothing has been added to it: does each W add its part?": 0 * want if has_w else want,
-                "It is twice what it should be: `backward` in I has added it already, before W does.": (
-                    2 * want if has_w else want
-                ),
-                "From rank 1 on, it is twice what it should be: `backward` in I has added it already, before W does.": (
-                    np.concatenate([want[:1], 2 * want[1:]]) if has_w else want
-                ),
-                "It is too large by the number of microbatches: the loss is their mean.": MICROBATCHES * want,
-                "It is that of the last microbatch alone: W must add to `.grad`.": alone if has_w else want,
-                "It is that of the last microbatch alone: B and W must add to `.grad`.": alone,
-            },
-        )
+        twice = "t is twice what it should be: is it added once in I or B, and once more?"
+        known = {
+            "Nothing has been added to it.": 0 * want,
+            f"I{twice}": 2 * want,
+            f"From rank 1 on, i{twice}": np.concatenate([want[:1], 2 * want[1:]]),
+            "It is too large by the number of microbatches: the loss is their mean.": MICROBATCHES * want,
+            "It is that of the last microbatch alone: add to `.grad`.": alone,
+        }
+        yield got, known
 
 
 def _trained_on(fn: Train, schedule: Schedule, mesh: Mesh) -> Sequence[Any]:

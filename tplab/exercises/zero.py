@@ -222,16 +222,6 @@ LAYER = Exercise(
             "pass?",
             _own_rows_only,
         ),
-        Mistake(
-            "dpiece",
-            "y is right, but no gradient reaches the piece. Is the gather outside of the graph, by detach or no_grad?",
-            lambda seen: np.zeros_like(seen.want),
-        ),
-        Mistake(
-            "dpiece",
-            "This is the mean of the ranks' gradients. Here the loss is the sum over all rows, so gradients are added.",
-            lambda seen: seen.want / seen.mesh.axis_size("dp"),
-        ),
     ),
     fewest=lambda mesh, tensors: _to_each(mesh, tensors["piece"], 3),
     excess=(

@@ -145,7 +145,7 @@ def _attention(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack:
     shapes = model.matmuls(plan.microbatch * sequence // plan.cp, sequence, plan.tp)
     pair = shapes["scores"], shapes["values"]
     forward, backward = _matmuls(cluster, pair, dtype)
-    scores, size = pair[0][0] * pair[0][1] * pair[0][3], ITEMSIZE[plan.dtype]
+    scores, size = pair[0][0] * pair[0][1] * pair[0][3], plan.kept_size
     mask = 2 * size + 1 if model.dropout else 0
     once = from_memory(cluster, scores * (2 * size + mask)), from_memory(cluster, scores * (3 * size + mask))
     return forward + once[0], backward + once[1]

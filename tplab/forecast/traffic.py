@@ -52,10 +52,13 @@ def layer_traffic(
          latents, these are gathered for attention instead, and their gradients summed: `Model.latent_width`
     cp   keys and values go around a ring: cp - 1 hops forward, and again backward, together with cp hops of their
          gradients, the last of which returns them to their owner (Liu et al. 2023)
-    ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020), in 16 bit even for
-         matmuls in 8 bit. With sequence_parallel each rank sends its own tokens, and tp gathers nothing for the
-         experts. `Plan.dispatch` decides the number of rows; with a skew, it is that of the fullest rank
+    ep   tokens go to their experts and come back: 2 all_to_alls each way (Lepikhin et al. 2020). With sequence_parallel
+         each rank sends its own tokens, and tp gathers nothing for the experts. `Plan.dispatch` decides the number of
+         rows; with a skew, it is that of the fullest rank
     etp  the ranks that divide an expert exchange the rows that they received
+
+    With matmuls in 8 bit, layers' activations that tp sends and parameters that ZeRO gathers have 8 bit, and the rest
+    16. Transformer Engine sums activations in 16 bit, but with that, forecasts of the runs that were measured are worse
 
     node_size   how many neighbouring ranks form a node. "two_levels" sends a token to each node once; inside a node the
                 axis is "ep inside". None: all ranks are in one node
@@ -82,8 +85,8 @@ def step_traffic(
 
 
 def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int | None) -> Iterator[Sent]:
-    tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
-    whole = tokens * model.hidden * size
+    tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
+    whole = tokens * model.hidden * ITEMSIZE[plan.dtype]
     forward = ["forward", "recompute"] if plan.recompute == "full" else ["forward"]
     is_one = plan.ep == 1 and plan.expert_tp == plan.tp and plan.dispatch in (None, "gather")  # MLP, whose tokens stay
     shares = model.experts > 0 and not is_one
@@ -215,23 +218,21 @@ def _embedding(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterato
     """Each rank looks up its part of the vocabulary, and the results are summed."""
     if plan.tp == 1:
         return
-    size = ITEMSIZE[plan.dtype]
-    whole = plan.microbatch * sequence // plan.cp * model.hidden * size
+    whole = plan.microbatch * sequence // plan.cp * model.hidden * plan.kept_size
     op = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
     for phase in ("forward", "recompute") if stack.plain and plan.recompute == "full" else ("forward",):
         yield Sent("tp", plan.tp, op, whole, 1, "embedding", phase)
     if plan.sequence_parallel:
         yield Sent("tp", plan.tp, "all_gather", whole, 1, "embedding", "backward")
         if model.positions and stack.plain:
-            table = sequence // plan.cp * model.hidden * size
-            yield Sent("tp", plan.tp, "all_gather", table, 1, "embedding", "backward")
+            yield Sent("tp", plan.tp, "all_gather", whole // plan.microbatch, 1, "embedding", "backward")
 
 
 def _head(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
     """Each rank has the logits of its part of the vocabulary. The loss needs one maximum and two sums per token."""
     if plan.tp == 1:
         return
-    tokens, size = plan.microbatch * sequence // plan.cp, ITEMSIZE[plan.dtype]
+    tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
     whole = tokens * model.hidden * size
     for phase in ("forward", "recompute") if stack.plain and plan.recompute == "full" else ("forward",):
         if plan.sequence_parallel:
@@ -254,7 +255,7 @@ def _boundaries(model: Model, plan: Plan, sequence: int, stage: Stage) -> Iterat
     tokens = plan.microbatch * sequence // plan.cp // (plan.tp if plan.sequence_parallel else 1)
     for sends, phase in zip(stage.sends, ("forward", "backward")):
         if sends:
-            yield Sent("pp", plan.pp, "send", tokens * model.hidden * ITEMSIZE[plan.dtype], 1, "boundary", phase)
+            yield Sent("pp", plan.pp, "send", tokens * model.hidden * plan.kept_size, 1, "boundary", phase)
 
 
 def _step(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack) -> Iterator[Sent]:
