@@ -69,7 +69,7 @@ def test_a_mistyped_command_is_an_error(capsys: pytest.CaptureFixture[str]):
         (["torchrn", "train.py"], "there is no command 'torchrn'; did you mean torchrun?"),
         (["xyz"], "there is no command 'xyz'; there are torchrun, doctor, record, merge, forecast, measure"),
         (["record", "train.py"], f"record runs on ranks that torchrun starts: {RECORD}"),
-        (["--hlp"], "unrecognized arguments: --hlp; did you mean --help? (--help lists the flags)"),
+        (["--hlp"], "unrecognized argument: --hlp; did you mean --help? (--help lists the flags)"),
     ]:
         with pytest.raises(SystemExit) as ended:
             main(arguments)

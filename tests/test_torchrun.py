@@ -223,6 +223,12 @@ def test_as_a_command_in_another_folder(script: Path):
     assert "[rank 2] sum 3.0 []" in done.stdout and "all_reduce" in done.stdout
 
 
+def test_a_flag_behind_the_script_is_named_where_there_is_one_rank(script: Path, capsys):
+    assert torchrun.main([str(script), "--nproc-per-node", "2"]) == 0
+    shown = capsys.readouterr().err
+    assert "on 1 rank: --nproc-per-node comes after" in shown and "so it is an argument of the script" in shown
+
+
 def test_after_a_deadlock_it_says_what_was_never_received(tmp_path: Path, capsys):
     path = tmp_path / "stuck.py"
     path.write_text(
@@ -232,5 +238,5 @@ def test_after_a_deadlock_it_says_what_was_never_received(tmp_path: Path, capsys
     page = tmp_path / "run.html"
     assert torchrun.main(["--nproc-per-node", "2", "--html", str(page), str(path)]) == 1
     shown = capsys.readouterr()
-    assert "never received:\n  send from rank 0 to rank 1, 32 B at stuck.py:4\n" in shown.out
+    assert "of these, never received:\n  send from rank 0 to rank 1, 32 B at stuck.py:4\n" in shown.out
     assert "DeadlockError" in shown.err and page.exists()

@@ -21,6 +21,8 @@ COMMANDS = {
     "torchrun --nproc-per-node 8 -m tplab.measure --out mine.json": "measure your own cluster, for --cluster mine.json",
 }
 
+_ABOUT = "List the commands of tplab, or run one: python -m tplab doctor ... is python -m tplab.doctor ..."
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """List the commands, or run one. If torchrun must start it, say so and exit with code 2."""
@@ -28,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     listed = "\n".join(f"  {command:<{width}}   {what}" for command, what in COMMANDS.items())
     listed += "\n\nIn Python: from tplab.torch import run, or from tplab.jax import run"
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m tplab", "List the commands of tplab.", epilog=listed, formatter_class=form)
+    parser = Parser(
+        "python -m tplab", _ABOUT, usage="%(prog)s [-h] [--version] [doctor ...]", epilog=listed, formatter_class=form
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments).command
     if not given:

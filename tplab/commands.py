@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tplab.mesh import Mesh
@@ -85,6 +86,12 @@ def mesh_of(per_node: str | None, mesh: str | None, num_nodes: int = 1) -> Mesh:
             f"node{'s' * (num_nodes > 1)} makes {number * num_nodes}; leave --nproc-per-node out, or make them agree"
         )
     return found
+
+
+def behind(script: str, args: Sequence[str]) -> str:
+    """What to say of a flag for the number of ranks that is among the script's own arguments; "" if there is none."""
+    flags = [arg for arg in args if arg.partition("=")[0] in ("--nproc-per-node", "--nproc_per_node", "--mesh")]
+    return f"{flags[0]} comes after {script}, so it is an argument of the script" if flags else ""
 
 
 def ranks_per_node(text: str) -> int:

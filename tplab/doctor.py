@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tplab.commands import leave_working_directory_out, mesh_of, whole
+from tplab.commands import behind, leave_working_directory_out, mesh_of, whole
 from tplab.parser import Parser, ended
 
 
@@ -18,9 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         leave_working_directory_out()
         if given.mesh is None and given.nproc_per_node is None:
-            raise ValueError("give --nproc-per-node 4, or --mesh dp=2,tp=2" + _behind(given.script, given.args))
+            said = f", before the script: {said}" if (said := behind(given.script, given.args)) else ""
+            raise ValueError(f"give --nproc-per-node 4, or --mesh dp=2,tp=2{said}")
         mesh = mesh_of(given.nproc_per_node, given.mesh)
         reference = None if given.reference is None else whole(given.reference, "--reference")
+        if mesh.size == 1 and reference is None and given.resume is None:
+            raise ValueError("1 rank compared with 1 rank says nothing; give --nproc-per-node 2 or more")
         steps = whole(given.steps, "--steps")
         if not given.module and not Path(given.script).is_file():
             raise FileNotFoundError(f"there is no script {given.script}")
@@ -51,14 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Path(given.html).write_text(_PAGE.format(report.about, report._repr_html_()), encoding="utf8")
         print(f"\nopen {given.html} in a browser")
     return report.exit_code
-
-
-def _behind(script: str, args: Sequence[str]) -> str:
-    """The end of the error message if flags of the doctor are among the script's arguments, otherwise ""."""
-    flags = [arg for arg in args if arg.partition("=")[0] in ("--nproc-per-node", "--nproc_per_node", "--mesh")]
-    if not flags:
-        return ""
-    return f", before the script: {flags[0]} comes after {script}, so it is an argument of the script"
 
 
 _PAGE = '<!doctype html><meta charset="utf8"><title>{}</title><body style="margin: 2em">{}</body>\n'

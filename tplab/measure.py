@@ -94,8 +94,12 @@ def report(rows: Sequence[Row], own: Own) -> str:
     errors = dict(own.cluster.fitted.errors) if own.cluster.fitted else {}
     if own.cluster.fabric and own.cluster.fabric.error:
         errors["between nodes"] = own.cluster.fabric.error
-    lines.append("Error on rows that the fit had not seen (median and 90th percentile):")
-    lines += [f"{name:16}{error.median:6.0%}{error.most:6.0%}" for name, error in errors.items()]
+    lines += ["Error on rows that the fit had not seen:", f"{'':16}{'median':>12}{'90th percentile':>18}"]
+    for name, error in errors.items():
+        poor = "   a poor fit: these times do not follow its formula" if error.median > 0.5 else ""
+        lines.append(f"{name:16}{error.median:12.0%}{error.most:18.0%}{poor}")
+    if not any(row.ranks > 1 for row in rows):
+        lines.append("1 rank: no links were measured; start it with torchrun --nproc-per-node 8 -m tplab.measure")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 if the files belong to one run."""
     parser = Parser(
         prog="python -m tplab.merge",
-        description="Make one trace of what tplab.torch.record has written down on each rank of a real run.",
+        description="Make one trace of what tplab.record has written down on each rank of a real run.",
     )
     parser.add_argument("folder", help="where the files rank0.jsonl, rank1.jsonl ... are")
     parser.add_argument("--mesh", metavar="dp=2,tp=4", help="axes of the mesh: they name the groups of ranks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -27,8 +28,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the command with exit code 2 and one line: what is wrong, and where the flags are listed."""
         unknown, flags = message.removeprefix("unrecognized arguments: "), list(self._option_string_actions)
-        if unknown != message and (meant := get_close_matches(unknown.split()[0].partition("=")[0], flags, 1)):
-            message += f"; did you mean {meant[0]}?"
+        if unknown != message and unknown.startswith("-"):
+            unknown, _, _ = unknown.partition(" ")  # what follows may be its value, or what it displaced
+            message = f"unrecognized argument: {unknown}"
+            if meant := get_close_matches(unknown.partition("=")[0], flags, 1, 0.75):
+                message += f"; did you mean {meant[0]}?"
+        message = re.sub(r"^argument (\S+): invalid int value: (.*)", r"\1 is \2; give a whole number", message)
         self.refuse(f"{message} (--help lists the flags)")
 
     def refuse(self, why: object) -> NoReturn:

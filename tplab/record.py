@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--to", default=FOLDER, metavar="DIR", help=f"folder of the ranks' files (default: {FOLDER})")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the script, or with -m the name of a module")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments").required = False
     given = parser.parse_args()
     if not given.module and not Path(given.script).is_file():
         parser.refuse(f"there is no script {given.script}")
@@ -32,6 +32,8 @@ def main() -> None:
         from tplab.torch.record.group import start
     except MissingPackageError as error:
         parser.refuse(error)
+    if "RANK" not in os.environ:
+        parser.refuse(f"RANK is not set; start it with torchrun --nproc-per-node 8 -m tplab.record {given.script}")
 
     sys.argv = [given.script, *given.args]
     start(given.to)

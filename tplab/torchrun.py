@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tplab.commands import add_flags, check_files, leave_working_directory_out, mesh_of, whole, write_files
+from tplab.commands import add_flags, behind, check_files, leave_working_directory_out, mesh_of, whole, write_files
 from tplab.cost import Cluster
 from tplab.errors import CrossedOrderWarning, RankError, TplabError
 from tplab.forecast import Forecast
@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_nodes = whole(str(given.nnodes).rpartition(":")[2], "--nnodes")
         mesh = mesh_of(given.nproc_per_node, given.mesh, num_nodes)
         _check_files(given)
+        if mesh.size == 1 and (said := behind(given.script, given.args)):
+            print(f"tplab.torchrun: on 1 rank: {said}", file=sys.stderr)
         planned = _planned(given, mesh, cluster)
         from tplab.torch.scripts import Script
     except (ValueError, OSError, TplabError) as error:

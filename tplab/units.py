@@ -20,7 +20,12 @@ def plain(number: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """ "1 rank", "4,096 ranks", "2 batches"."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """ "ranks", "batches"."""
+    return f"{noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -74,7 +74,7 @@ def body(
         *(_path(path, members) for path in course.PATHS if (members := course.along(path, labs))),
         "</div></section>",
         f'<section class="map" id="course"><h2>The course</h2><p class="under">{len(labs)} labs, {total}. '
-        "A lab under the pointer is joined to those that it builds on.</p>",
+        '<span class="pointed">A lab under the pointer is joined to those that it builds on.</span></p>',
         *(_part(index, part, members, thumbnail) for index, (part, members) in enumerate(course.parts(labs), 1)),
         "</section>",
         "</div>",

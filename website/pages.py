@@ -125,7 +125,8 @@ class Pages:
         trees = [(part.title, [f"labs/{lab.name}" for lab in members]) for part, members in course.parts(labs)]
         trees.append(("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]))
         trees.append(("Project", ["readme", *ABOUT]))
-        return f"{body}\n" + "".join(_toctree(caption, pages) for caption, pages in trees)
+        titled = "```{title} Front page\n```\n"  # what a search calls it
+        return f"{titled}{body}\n" + "".join(_toctree(caption, pages) for caption, pages in trees)
 
     def readme(self) -> str:
         """The README, with widgets for its pictures, and without what sends its readers to this site."""

@@ -61,7 +61,7 @@ def test_a_trace_plays_under_one_playhead(page: Page, open_page):
     expect(animation.get_by_label("pause (space)")).to_be_visible()
     expect(say(animation)).to_contain_text("step 3 of 3")
     expect(animation.get_by_label("play (space)")).to_be_visible()
-    expect(hint_over(animation, ALL["gather 4"](), 3, rank=2, item=0)).to_contain_text("rank 2 holds piece a")
+    expect(hint_over(animation, ALL["gather 4"](), 3, rank=2, item=0)).to_contain_text("rank 2 has had piece a")
     expect(say(lanes)).to_contain_text("step 3 of 3")
     lanes.locator(".tpl-slider").fill("1.5")  # the reader scrubs
     expect(say(animation)).to_contain_text("step 2 of 3")

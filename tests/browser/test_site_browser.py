@@ -277,6 +277,23 @@ def test_a_search_finds_a_lab(page: Page, site: str, said: list[str], words: str
     page.wait_for_load_state("networkidle")  # the pages found are read for the words around; `said` hears of faults
 
 
+def test_the_page_of_the_search_has_a_field_and_the_front_page_a_name(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/search.html")
+    field = page.get_by_role("main").get_by_placeholder("Search the site")
+    expect(field).to_be_focused()
+    field.fill("DeadlockError")
+    page.keyboard.press("Enter")
+    front = page.locator("#search-results li", has=page.get_by_role("link", name="Front page", exact=True))
+    expect(front.locator("p.context")).to_be_visible()
+    expect(page.locator("#search-results")).not_to_contain_text("<no title>")
+    page.wait_for_load_state("networkidle")
+
+
+def test_a_choice_that_the_front_page_does_not_have_leaves_its_link(page: Page, site: str, said: list[str]):
+    page.goto(f"{site}/index.html?ranks=16&shift=1")
+    page.wait_for_url(re.compile(r"\?ranks=4&shift=1&without="))
+
+
 def test_the_front_page_plays_by_itself_until_it_is_touched(page: Page, site: str, said: list[str]):
     page.goto(f"{site}/index.html")
     card = page.locator(".try figure.card.alive")

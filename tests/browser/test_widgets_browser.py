@@ -123,7 +123,7 @@ def test_the_animation_is_drawn_in_the_theme_of_the_page(open_notebook):
     book = open_notebook([cell_of(gather(), "animate")], theme="dark")
     expect(card(book)).to_have_attribute("data-theme", "dark")
     expect(card(book)).to_contain_text("before the first step — every rank holds its own piece")
-    for name in ("4 ranks and the links between them", "what each rank holds"):
+    for name in ("4 ranks and the links between them", "what has been on each rank"):
         expect(card(book).get_by_role("img", name=name)).to_be_visible()
     book.change_theme("light")
     expect(card(book)).to_have_attribute("data-theme", "light")
@@ -138,7 +138,7 @@ def test_keys_step_the_focused_widget_and_leave_the_notebook_alone(open_notebook
     expect(say).to_contain_text("sent so far: 4 KiB of 12 KiB per rank")
     book.page.keyboard.press("End")
     expect(say).to_contain_text("step 3 of 3")
-    expect(hint_over(card(book), gather(), 3, rank=2, item=0)).to_contain_text("rank 2 holds piece a")
+    expect(hint_over(card(book), gather(), 3, rank=2, item=0)).to_contain_text("rank 2 has had piece a")
     book.page.keyboard.press("ArrowLeft")
     expect(say).to_contain_text("step 2 of 3")
     for key in ("b", "a", "m", "x", "Home"):  # in command mode: insert, insert, to Markdown, cut

@@ -121,6 +121,35 @@ def test_flags_behind_the_script_are_the_scripts(script: Path, capsys):
     assert "give --nproc-per-node 4, or --mesh dp=2,tp=2, before the script: --nproc-per-node comes after" in shown
 
 
+def test_one_rank_beside_one_rank_says_nothing(script: Path, capsys):
+    assert doctor.main(["--nproc-per-node", "1", str(script)]) == 2
+    assert "1 rank compared with 1 rank says nothing; give --nproc-per-node 2 or more" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_named_alone_and_only_a_near_one_is_suggested(capsys):
+    for arguments, said in (
+        (["--tolerence", "train.py"], "unrecognized argument: --tolerence (--help lists the flags)"),
+        (["--htlm", "x.html", "train.py"], "unrecognized argument: --htlm; did you mean --html? (--help"),
+    ):
+        with pytest.raises(SystemExit):
+            doctor.main(arguments)
+        assert said in capsys.readouterr().err
+
+
+HANG = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.send(torch.ones(2), 1 - dist.get_rank())
+"""
+
+
+def test_who_waits_where_keeps_its_lines(script: Path, capsys):
+    script.write_text(HANG)
+    assert doctor.main(["--nproc-per-node", "2", str(script)]) == 2
+    shown = capsys.readouterr().out
+    assert "on:\n  rank 0 waits in send(" in shown and "\n  rank 1 waits in send(" in shown
+
+
 def command(script: Path, tail: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """The doctor as a command in a shell."""
     path = os.pathsep.join([*environment.pop("first", "").split(), str(Path(doctor.__file__).parents[1])])

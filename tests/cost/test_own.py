@@ -243,6 +243,13 @@ def test_the_command_reads_tables_and_prints_predicted_beside_measured(tmp_path,
         assert [found.collective_seconds(op, size, 32) for size in sizes] == pytest.approx(wanted, rel=0.25)
 
 
+def test_one_rank_and_a_poor_fit_are_named():
+    rows = [Row("matmul", 1, 1, 2.0**power, 1e-6 * (1 if power % 2 else 90), "float32") for power in range(20, 40)]
+    text = measure.report(rows, fit_cluster("mine", rows, find("laptop"), "made"))
+    assert "1 rank: no links were measured; start it with torchrun" in text and "median" in text
+    assert "a poor fit: these times do not follow" in text
+
+
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
     assert measure.main(["--out", str(tmp_path / "mine.json"), "--nccl-tests", str(tmp_path / "none.txt")]) == 2
     assert "none.txt cannot be read" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_a_repair_in_jax_passes():
         (lambda gradient: tt.all_reduce(gradient, "tp", op="mean"), "the mean over tp"),
         (lambda gradient: tt.all_reduce(gradient, "dp") / 8, "Divide once, by the number of ranks along dp"),
         (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") + torch.eye(12)[:, :1], "1 of 12 entries is off"),
-        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") / tt.axis_size("dp"), "Divide once"),
+        (lambda gradient: tt.all_reduce(gradient, "dp", op="mean") / tt.axis_size("dp"), "once too often"),
         (lambda gradient: tt.all_reduce(gradient, ("dp", "tp")) / tt.axis_size("dp"), "over nothing else"),
         (lambda gradient: tt.all_reduce(gradient, "dp") / tt.axis_size("tp"), "by the number of ranks along dp"),
     ],

@@ -279,7 +279,7 @@ def only_codes(x):
         (rounded_floats_of_blocks, "Codes of a byte each, and scales, take 120 at most"),
         (lambda x: tt.all_to_all(x.bfloat16(), "dp").float().sum(0, keepdim=True), "Codes of a byte each, and"),
         (to_everyone, "Each rank gets rows that are for others"),
-        (lambda x: repaired(x) / tt.axis_size("dp"), "Is it a mean, where a sum is right?"),
+        (lambda x: repaired(x) / tt.axis_size("dp"), "Is it divided by R once too often?"),
         (lambda x: repaired(x) * torch.nan, "entries are off"),
         (leaves_double, "it leaves torch's default dtype changed"),
         (of_one_row(lambda: 0), "entries are off"),
@@ -362,7 +362,7 @@ def test_solutions_pass():
         (sums_for_all, "one row for each node"),
         (all_reduced, "Which of its sums does another node need?"),
         (lambda x: solution(x.double()).to(x.dtype), "It sends 8 bytes per number, and those of x take 4"),
-        (lambda x: solution(x) / tt.axis_size("node") / tt.axis_size("gpu"), "Is it a mean, where a sum is right?"),
+        (lambda x: solution(x) / tt.axis_size("node") / tt.axis_size("gpu"), "Is it divided by R once too often?"),
         (lambda x: solution(x.bfloat16()).to(x.dtype), "they lose digits on their way"),
     ],
 )

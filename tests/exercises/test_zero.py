@@ -258,7 +258,7 @@ def test_a_layer_that_sends_too_much_is_refused():
         (transposed, "this is relu(x @ a.T) @ b.T"),
         (layer(tt.all_gather, first=1), "The two matrices are swapped"),
         (layer(tt.gather_from), "Which gather has a reduce_scatter as its backward pass?"),
-        (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "Is it a mean, where a sum is right?"),
+        (layer(lambda piece, *args: tt.all_gather(_Mean.apply(piece), *args)), "Is it divided by R once too often?"),
         (layer(lambda piece, *_: piece.repeat(tt.axis_size("dp"))), "entries are off"),
     ],
     ids=[

@@ -52,7 +52,7 @@ def test_a_search_proposes_only_what_was_measured():
     assert all(one.measured for one in found[:20]) and found.lost["outside what was measured"] > 0
     every = plans("llama3-70b", "h100-measured", gpus=64, batch=64, sequence=4096, stack="fsdp", inside=False)
     assert every.considered > found.considered - found.lost["outside what was measured"]
-    with pytest.raises(PlanError, match=r"of a class that was measured; plans\(\.\.\., inside=False\) searches them"):
+    with pytest.raises(PlanError, match=r"that was measured; --outside, or plans\(\.\.\., inside=False\), searches"):
         plans("qwen3-30b-a3b", "a100-measured", gpus=64, batch=64, sequence=4096, stack="deepspeed")
     sheet = plans("llama3-70b", "h100", gpus=64, batch=64, sequence=4096)
     assert sheet[0].measured is None  # at peak rates nothing has an interval

@@ -34,8 +34,8 @@ def test_a_cluster_is_what_its_name_says_and_the_measured_one_where_none_is_name
         main([*SMALL, *(["--cluster", name] if name else []), "--top", "1"])
         said[name] = capsys.readouterr().out
     assert said[None] == said["h100-measured"]
-    assert "megatron, h100: data sheet. For a forecast, take h100-measured. Of each" in said["h100"]
-    assert "megatron, h100-measured: forecast. Of each" in said[None]
+    assert "megatron, h100: data sheet. For a forecast, take h100-measured. The best plan of each" in said["h100"]
+    assert "megatron, h100-measured: forecast. The best plan of each" in said[None]
     seconds = {name: float(re.findall(r"^ +1 +(\S+)", text, re.MULTILINE)[0]) for name, text in said.items()}
     assert seconds["h100"] < seconds["h100-measured"]
 
@@ -61,7 +61,7 @@ def test_what_was_not_measured_is_searched_if_one_asks_for_it(capsys: pytest.Cap
     asked = ["deepseek-v3", "--gpus", "512", "--batch", "1024", "--virtual", "1", "--top", "1"]
     with pytest.raises(SystemExit):
         main(asked)
-    assert "of a class that was measured; plans(..., inside=False)" in capsys.readouterr().err
+    assert "of a class that was measured; --outside, or plans(..., inside=False), searches" in capsys.readouterr().err
     main([*asked, "--outside", "--etp", "2", "--dispatch", "per_rank", "--skew", "0.5"])
     said = capsys.readouterr().out
     assert re.search(r" ep \d+,.* dispatch per_rank, skew 0.5, ", said)
@@ -75,8 +75,11 @@ def test_what_was_not_measured_is_searched_if_one_asks_for_it(capsys: pytest.Cap
     ("arguments", "why"),
     [
         (["llama3-8b"], "give a model, --gpus and --batch"),
-        (["lama3-8b", *SMALL[1:]], "no model is named 'lama3-8b'; did you mean llama3-8b"),
-        ([*SMALL, "--clustr", "h100"], "unrecognized arguments: --clustr h100; did you mean --cluster? (--help lists"),
+        (
+            ["lama3-8b", *SMALL[1:]],
+            "no model is named 'lama3-8b', nor is that the path of a config.json; did you mean llama3-8b",
+        ),
+        ([*SMALL, "--clustr", "h100"], "unrecognized argument: --clustr; did you mean --cluster? (--help lists"),
         ([*SMALL, "--fabric", "efa"], "no fabric is named 'efa'; there are 'playbook'"),
         ([*SMALL, "--attention", "flash4"], "argument --attention: invalid choice: 'flash4'"),
         (["--rows", "a.csv", "--out", "b.csv", "--cards", "4"], "--cards is a column of the table of --rows"),
@@ -90,8 +93,15 @@ def test_what_was_not_measured_is_searched_if_one_asks_for_it(capsys: pytest.Cap
         ([*SMALL, "--out", "out.csv"], "--out is where the table of --rows goes"),
         ([*SMALL, "--stack", "tplab"], "tplab gives stages equally many parameters"),
         ([*SMALL, "--cluster", "mars"], "no cluster is named 'mars'; there are h100, h200,"),
-        ([*SMALL, "--cluster", "laptop"], "of 'laptop' has no speed in bfloat16"),
+        (
+            [*SMALL, "--cluster", "laptop"],
+            "cluster 'laptop' has no speed in bfloat16, only in float32, float64; take another",
+        ),
         (["--rows", "rows.csv"], "--rows needs --out"),
+        ([*SMALL, "--compiled", "true"], "--compiled is a choice of --stack fsdp; it changes nothing for megatron"),
+        ([*SMALL, "--etp", "2"], "--etp divides experts, and llama3.2-1b has none"),
+        ([*SMALL, "--batch", "1.5"], "--batch is '1.5'; give a whole number"),
+        (["llama3-7b", *SMALL[1:]], "nor is that the path of a config.json; did you mean"),
     ],
 )
 def test_what_is_missing_is_said(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]):
@@ -132,6 +142,14 @@ def test_a_table_that_gives_nothing_fails(table: str, why: str, capsys: pytest.C
         main(["--rows", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "out.csv")])
     assert ended.value.code == 1
     assert why in capsys.readouterr().err
+
+
+def test_the_clusters_that_are_offered_have_the_dtype_of_plans_and_a_last_node_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "laptop" not in capsys.readouterr().out.partition("A table:")[0]
+    main([*SMALL, "--gpus-per-node", "3", "--cluster", "h100", "--top", "1"])
+    assert "The last node has 2 of its 3 GPUs." in capsys.readouterr().out
 
 
 def test_where_nothing_fits_the_smallest_need_is_said(capsys: pytest.CaptureFixture[str]):

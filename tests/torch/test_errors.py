@@ -632,3 +632,11 @@ def test_more_ranks_than_there_can_be_threads(monkeypatch: pytest.MonkeyPatch):
     assert "this machine would not start more than 3 of them" in str(error)
     monkeypatch.undo()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_exception_without_words_ends_with_its_line():
+    def program() -> None:
+        raise AssertionError
+
+    with pytest.raises(RankError, match=r"rank 0 raised AssertionError at test_errors\.py:\d+$"):
+        run(program, Mesh(tp=2), on="simulated")

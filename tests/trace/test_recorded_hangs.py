@@ -24,6 +24,7 @@ def test_a_broadcast_whose_root_went_on(tmp_path: Path):
         "  rank 1: broadcast at train.py:7\n"
         "  rank 2: broadcast at train.py:7"
     ]
+    assert merge(tmp_path).trace.warnings == merge(tmp_path).unfinished  # so a page of the trace says it, too
 
 
 def test_a_rank_that_did_not_come(tmp_path: Path):

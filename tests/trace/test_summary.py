@@ -82,4 +82,4 @@ def test_messages_that_were_never_received_are_named():
     trace = recorder.trace(unit="steps")
     assert [event.message for event in trace.select(kind="receive").events] == numbers[:1]
     said = [f"  send from rank 0 to rank 1, 8 B at a.py:{line}" for line in (1, 2, 3)]
-    assert "\n".join(["never received:", *said, "  and 2 more"]) in summary(trace)
+    assert "\n".join(["of these, never received:", *said, "  and 2 more"]) in summary(trace)

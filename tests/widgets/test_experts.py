@@ -230,7 +230,7 @@ def test_layers_follow_one_another():
         assert (layer.loads == counted(table)).all()
     assert card.says[5][0] == "layer 2 of 3: experts compute" and "the first of 3 layers" in card.sentence
     card.step = 9
-    with pytest.raises(Exception, match="this trace has steps 0 to 9"):
+    with pytest.raises(Exception, match="there are steps 0 to 9"):
         card.step = 9.5
     with pytest.raises(ShapeError, match="choices of 2 layers, and the trace has 3"):
         experts(trace, choices[:2])

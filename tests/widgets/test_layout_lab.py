@@ -308,6 +308,28 @@ def test_axes_have_few_round_numbers(low: float, high: float):
     assert all(low <= at <= high for at in found)
 
 
+def test_the_text_at_the_limit_is_apart_from_plans_and_their_names():
+    """On the map of 64 GPUs, a plan has its mark where this text would begin."""
+    drawn = plan_map(Workbench({**SETTINGS, "gpus": 64, "batch": 512, "sequence": 8192, "task": ""}))
+    (room,) = (part for part in drawn.parts if part.text.startswith("a GPU has"))
+    (end, y), wide = room.place, drawn.width_of(room.text, 10)
+    for part in drawn.parts:
+        if part.method == "box" and part.place[2] == 28:  # around a plan's mark
+            assert not (end - wide < part.place[0] + 14 < end and abs(part.place[1] + 14 - y) < 8)
+        if part.text == "chosen":
+            begin, top = part.place
+            assert begin > end or begin + drawn.width_of("chosen", bold=True) < end - wide or abs(top - y) > 11
+
+
+@pytest.mark.parametrize("rule", ["dualpipe", "dualpipe_v"])
+def test_a_pipeline_that_goes_both_ways_is_drawn_with_two_microbatches_for_each_rank(rule: str):
+    plan = Plan(dp=2, pp=32, schedule=rule)
+    run = drawn(
+        forecast("llama3-8b" if rule == "dualpipe" else "llama3-70b", plan, "h100-measured", batch=512, sequence=8192)
+    )
+    assert run is not None and run.schedule.num_microbatches == 64
+
+
 def test_the_pipeline_of_the_chosen_plan_is_the_simulated_one_with_unequal_ends():
     plan = Plan(dp=2, tp=2, pp=4, zero=1)
     lab = layout_lab("llama3-8b", **{**SMALL, "batch": 256}, plan=plan)

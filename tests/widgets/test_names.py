@@ -13,6 +13,7 @@ import tplab.torch as tt
 from tests.widgets.frames import frame
 from tplab import Mesh, P
 from tplab.widgets.score import words
+from tplab.widgets.score.legends import of_animation
 from tplab.widgets.score.names import Name, names
 from tplab.widgets.score.score import Score, score
 from tplab.widgets.score.table import cell_text
@@ -93,6 +94,20 @@ def own_piece_first(lab: Any, x: Any) -> Any:
     for hop in range(1, 4):
         part = lab.ring_shift(part, "tp") + parts[hop]
     return part
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_a_rank_passed_on_is_not_said_to_be_held(framework: str):
+    """The program keeps one piece, and a gather would keep all: the messages are the same."""
+
+    def rebound(lab: Any, x: Any) -> Any:
+        for _ in range(3):
+            x = lab.ring_shift(x, "tp")
+        return x
+
+    piece = scored(framework, rebound, TABLE[:, :1])
+    assert piece.tells_past and piece.table_caption == "what has been on each rank"
+    assert [key.text for key in of_animation(piece)] == ["has been here", "arriving"]
 
 
 @pytest.mark.parametrize("program", [passing_on, own_piece_first], ids=lambda program: program.__name__)

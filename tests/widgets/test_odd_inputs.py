@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
+import traitlets
 
 from tests.widgets.memories import held
 from tplab import Mesh, P
-from tplab.errors import ScheduleError
+from tplab.errors import ScheduleError, SpecError
 from tplab.schedules import Costs, Schedule, gpipe, simulate
 from tplab.torch import run
 from tplab.trace import Memory, Recorder
@@ -22,13 +24,17 @@ from tplab.widgets import (
     experts,
     gantt,
     knob,
+    layout_lab,
     levels,
     matrices,
     memory_timeline,
+    pipeline_lab,
+    scatter,
     shards,
     tiles,
     timeline,
 )
+from tplab.widgets.scatter import Dot
 
 ONCE = simulate(gpipe(2, 2))
 NO_TIME = simulate(gpipe(2, 2), Costs(0, 0, 0))
@@ -92,8 +98,49 @@ def test_numbers_that_cannot_be_drawn_are_named():
     for amount in (np.nan, np.inf):
         with pytest.raises(ValueError, match=f"'a' has {amount} for 'x'"):
             knob("t", "c", {1: Bars([Row("a", {"x": amount})], "s")})
+    for limit in (np.nan, -1, 0, "2"):
+        with pytest.raises(ValueError, match=f"memory_limit is {limit!r}; it must be None or a number above 0"):
+            gantt(ONCE, memory_limit=limit)
     with pytest.raises(TypeError, match="'w' has complex numbers"):
         matrices({"w": np.array([1j])})
+
+
+LINES = {"title": "t", "sentence": "s"}
+REFUSED = {
+    "layout_lab(3)": (lambda: layout_lab(3), "model is 3; it must be a str or a Model"),
+    "a plan as text": (lambda: layout_lab(plan="dp8"), "plan is 'dp8'; it must be a Plan or None"),
+    "measured without plans": (
+        lambda: layout_lab(measured=[1]),
+        "a row of measured is 1; it must be a tuple or a list",
+    ),
+    "an option without bars": (lambda: knob("t", "c", {1: None}), "the option 1 is None; it must be a Bars"),
+    "a negative bar": (lambda: knob("t", "c", {1: Bars([Row("a", {"x": -1})], "s")}), "'a' has -1 for 'x'"),
+    "one cost": (lambda: pipeline_lab(stage_costs=5), "stage_costs is 5; give a list of numbers"),
+    "a paper's name": (lambda: pipeline_lab("1F1B"), "rule is '1F1B'; did you mean one_f_one_b?"),
+    "a size of NaN": (lambda: shards(Mesh(tp=4), (np.nan, 8), P("tp")), "the shape of x has nan; give numbers from 0"),
+    "a negative size": (lambda: shards(Mesh(tp=4), (-8, 8), P("tp")), "the shape of x has -8; give numbers from 0"),
+    "half a row": (lambda: shards(Mesh(tp=4), (8.5, 8), P()), r"the shape of x is (8.5, 8); give whole numbers"),
+    "a tensor": (lambda: shards(Mesh(tp=4), x=torch.ones(8, 8)), "x is a Tensor; give its shape and its P"),
+    "points": (lambda: levels({"p": {"a": [(1, 2)]}}, along="x", **LINES), "'a' is [(1, 2)]; give a pair of lists"),
+    "fewer y": (lambda: levels({"p": {"a": ([1, 2], [1])}}, along="x", **LINES), "y of 'a' has 1 numbers, and 2 are"),
+    "fewer seconds": (lambda: curves([1, 2], {"p": {"a": [1]}}, **LINES), "seconds of 'a' has 1 numbers, and 2 are"),
+    "negative bytes": (lambda: curves([1, -4], {"p": {"a": [1, 2]}}, **LINES), "nbytes has -4; give numbers from 0"),
+    "bytes of NaN": (lambda: curves([1, np.nan], {"p": {"a": [1, 2]}}, **LINES), "nbytes has nan; give numbers from 0"),
+    "negative seconds": (lambda: curves([1, 2], {"p": {"a": [1, -2]}}, **LINES), "seconds of 'a' has -2; give numbers"),
+    "rows of two lengths": (lambda: matrices({"X": [[1, 2], [3]]}), "'X' is [[1, 2], [3]]; give numbers, in rows of"),
+    "text": (lambda: matrices({"X": "a"}), "'X' is 'a'; give numbers"),
+    "no matrix": (lambda: matrices({"X": None}), "'X' is None; give numbers"),
+    "a matrix alone": (lambda: matrices(3), "not an int"),
+    "a step as text": (lambda: gantt(ONCE, step="a"), "step is 'a', and there are steps 0 to"),
+    "turned": (lambda: scatter({"p": {"g": [Dot(1, 1, "d")]}}, interval=(2, 1), **LINES), "interval is (2, 1)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shown_is_named_with_the_way_out(name: str):
+    show, says = REFUSED[name]
+    with pytest.raises((TypeError, ValueError, SpecError, traitlets.TraitError), match=re.escape(says)):
+        show()
 
 
 @pytest.mark.parametrize("show", [animate, timeline, experts, gantt, memory_timeline, tiles, matrices, shards])

@@ -188,7 +188,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path):
 
 
 def test_what_cannot_be_shown_is_said(tmp_path: Path):
-    with pytest.raises(TypeError, match=r"several of the last two, or a widget of tplab, not a int$"):
+    with pytest.raises(TypeError, match=r"several of the last two, or a widget of tplab, not an int$"):
         to_html(7, tmp_path / "a.html")  # pyright: ignore[reportArgumentType]
 
     class Result:

@@ -284,7 +284,7 @@ def test_what_is_not_followed_is_said_to_be_unknown():
         tt.all_reduce(tt.all_reduce(x, "a"), "a")
 
     piece = score(tt.run(program, Mesh(a=2, b=4)).trace)
-    assert piece.table_caption == "what each rank holds, as far as it is known"
+    assert piece.table_caption == "what has been on each rank, as far as it is known"
     assert "whose data they carry is not known" in words.sentences(piece)[2]
     end = frame(piece, piece.num_steps).cells
     sums = {hold for (_, item), hold in end.items() if piece.items[item].op == "all_reduce"}

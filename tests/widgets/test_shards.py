@@ -98,6 +98,14 @@ def test_more_ranks_than_can_be_drawn_are_refused_at_once():
         shards(Mesh(tp=2**20), (2**20,), P("tp"))
 
 
+def test_the_coordinates_beside_the_ranks_have_room():
+    ranks = shards(Mesh(a=2, b=2, c=2, d=2), (16, 16), P(("a", "b"), ("c", "d"))).scenes[1]
+    first = min(part.place[0] for part in ranks.parts if part.method == "box")
+    beside = [part for part in ranks.parts if part.text.startswith("a ")]
+    assert len(beside) == 8 and beside[0].text == "a 0 b 0 c 0"
+    assert all(ranks.width_of(part.text, 10.5) <= part.place[0] <= first - 4 for part in beside)
+
+
 def test_one_two_or_no_tensors():
     mesh = Mesh(tp=2)
     for call in (

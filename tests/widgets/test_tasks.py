@@ -179,11 +179,36 @@ def test_a_task_is_not_solved_by_another_problem(name: str):
         assert not verdict(bench_of(name, **{"rule": "gpipe", **trivial}))["is_solved"]
 
 
+def test_a_lab_begins_as_its_task_does_with_what_is_given():
+    lab = pipeline_lab(task="one-more-forward")
+    assert [lab.settings[name] for name in ("ranks", "microbatches", "transfer")] == [2, 4, 1.0]
+    assert "is set to" not in lab.verdict["text"]
+    assert pipeline_lab(task="one-more-forward", ranks=3).settings["ranks"] == 3
+    assert layout_lab(task="long").settings["gpus"] == 16
+
+
+def test_the_words_of_tasks_are_about_one_or_several():
+    assert at_most("a rank holds {:microbatch}", 1, 0.5).words.startswith("a rank holds 1 microbatch, and")
+    assert at_most("a rank holds {:microbatch}", 2, 3).words == "a rank holds 2 microbatches"
+
+
+def test_an_action_at_the_end_of_its_row_stays():
+    lab = pipeline_lab(ranks=2, microbatches=4)
+    assert not lab.move(0, 0, -1) and lab.notice == "F0 of stage 0 is already the first action of rank 0"
+    assert not lab.move(1, 7, 9) and lab.notice == "B3 of stage 1 is already the last action of rank 1"
+
+
+def test_a_wrong_cost_is_named_as_its_control_is():
+    lab = pipeline_lab(task="cut")
+    lab.settings = {**lab.settings, "stage_costs": "1, 2, 3"}
+    assert lab.notice.startswith("cost of each stage has 3 figures")
+
+
 def test_impossible_settings_solve_nothing():
     lab = pipeline_lab("zb_v", task="same-memory")
     assert lab.verdict["is_solved"]
     lab.settings = {**lab.settings, "rule": "dualpipe", "ranks": 3}
-    assert lab.verdict == {"task": "same-memory", "is_solved": False, "text": f"Not yet: {lab.notice}."}
+    assert lab.verdict == {"task": "same-memory", "is_solved": False, "text": "Not yet: these settings are impossible."}
     assert "3" in lab.notice
 
 
@@ -287,7 +312,7 @@ def test_the_verdict_follows_the_chosen_plan_in_a_kernel():
     lab.chosen = index
     assert lab.verdict["is_solved"]
     lab.settings = {**lab.settings, "gpus": 67}  # impossible
-    assert lab.verdict["text"] == f"Not yet: {lab.notice}." and "67" in lab.notice
+    assert lab.verdict["text"] == "Not yet: these settings are impossible." and "67" in lab.notice
     lab.settings = {**lab.settings, "task": "", "gpus": 64}
     assert lab.verdict == {}
     with pytest.raises(traitlets.TraitError, match="task is 'tenth'; it must be one of zero-1, "):

@@ -136,7 +136,7 @@ def test_what_is_sent_to_the_browser_is_what_is_drawn():
             said = [tuple(header["hints"][row]) for row in rows[saying[index] : saying[index + 1]]]
             assert tuple(said) == mark.rows and columns[f"key{number}"][index] == mark.key
     card.step = 4
-    with pytest.raises(Exception, match="this trace has steps 0 to 4"):
+    with pytest.raises(Exception, match="there are steps 0 to 4"):
         card.step = 4.5
 
 

@@ -57,7 +57,7 @@ def test_step_can_be_read_and_set():
     assert widget.step == 2.0
     widget.step = 1.5
     for wrong in (-0.1, 3.1, float("nan"), 4):
-        with pytest.raises(traitlets.TraitError, match="this trace has steps 0 to 3"):
+        with pytest.raises(traitlets.TraitError, match="there are steps 0 to 3"):
             widget.step = wrong
     assert widget.step == 1.5
     assert animate(ALL["gather 4"](), step=3).step == 3

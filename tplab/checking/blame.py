@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from tplab.checking.case import Case
-from tplab.checking.facts import Facts, Found
+from tplab.checking.facts import Facts, Found, same
 from tplab.checking.forward import of_forward
 from tplab.checking.gaps import gap
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
@@ -127,13 +128,24 @@ def _added_up_in_step(facts: Facts, names: Sequence[str]) -> tuple[list[str], st
     sums = [one for one in facts.sent("step") if one.reduction in ("sum", "mean")]
     line = next((one.where for one in sums if one.size > 1), "")  # a norm is one number
     whole, added = facts.reference.gradients(facts.number), list[str]()
-    for name in names if line else ():
+    for name in names if line and _have_one_state(facts, names) else ():
         slack = facts.reference.slack_of_gradient(name, facts.number) if name in whole else 0.0
         ways = itertools.product(partitions(facts), ("mean", "sum"))
         added += [name] * any(adds_up(facts, name, way, how, slack) for way, how in ways)
     held = [facts.mine[rank].gradients.get(mine) for name in added for rank, mine, _ in facts.holders(name)]
     size = sum(piece.values.size for piece in held if piece is not None)
     return (added, line) if added and sum(one.size for one in sums) >= size else ([], "")
+
+
+def _have_one_state(facts: Facts, names: Sequence[str]) -> bool:
+    """Whether ranks that hold copies of these parameters keep the same states of them, if any: they do not where each
+    has kept what its own gradient gives."""
+    held: dict[Any, list[np.ndarray]] = {}
+    for name, key in facts.reference.states(facts.number):
+        for rank, mine, place in facts.holders(name) if name in names else ():
+            if (piece := facts.mine[rank].states.get((mine, key))) is not None and piece.values.any():
+                held.setdefault((name, key, place.index), []).append(piece.values)
+    return all(same(x, first) for first, *others in held.values() for x in others)
 
 
 def _judged(facts: Facts, whole: Mapping[str, np.ndarray], is_final: bool) -> tuple[list[Wrong], int]:

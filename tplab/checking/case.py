@@ -83,12 +83,6 @@ class Case:
         return [name for name in self.facts.reference.order if name not in self.names]
 
     @property
-    def copies_of_one(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that hold the same part of the first of them."""
-        found = tuple(map(tuple, self.facts.groups(self.names[0]).values()))
-        return found if any(len(group) > 1 for group in found) else ()
-
-    @property
     def is_split(self) -> bool:
         """Whether ranks hold different parts of any of them."""
         return any(len(self.facts.groups(name)) > 1 for name in self.names)

@@ -170,9 +170,9 @@ class Diagnosis:
         text = f"{reference.dtype}{of}: gradients off by {far} count as equal"
         if reference.again:
             text += (
-                f", and so do those off by up to {TIMES} times as much as the reference itself changes with another "
-                "order of summation and another last digit of weights and samples (here "
-                f"{max(map(reference.noise_of_gradients, range(self.facts.number + 1))):.2g})"
+                f", and so are those off by up to {TIMES} times the reference's own rounding: it changes by "
+                f"{max(map(reference.noise_of_gradients, range(self.facts.number + 1))):.2g} with another order of "
+                "summation and another last digit of weights and samples"
             )
         return text
 

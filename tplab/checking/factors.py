@@ -142,10 +142,7 @@ class _Factors:
                 are_parts = case.is_all and len(case.reductions) == 1 and len(facts.copies) == facts.num_ranks
                 cause = _ADDED_UP if sent.moment == "reduction" or sent.on or are_parts else _SUMMED_TWICE
                 if not case.is_all and others == {"mean"}:
-                    cause = (
-                        "these gradients are added up over ranks, and others are averaged: average all of them, "
-                        "because each rank's loss is a mean"
-                    )
+                    cause = _SOME_ADDED_UP
                 names = () if case.is_all or not sent.on else self.case.own_names
                 repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
                 yield Hypothesis(repair, cause, sent.where, thread("loss"))
@@ -192,11 +189,7 @@ class _Factors:
             near(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
                                                                 if sent.reduction == "sum"} and not case.is_split
         ):  # fmt: skip
-            cause = (
-                "these gradients are added up over ranks, and others are averaged: average all of them, because each "
-                "rank's loss is a mean"
-            )
-            yield Hypothesis(repair, cause, case.reduction, thread("loss"))
+            yield Hypothesis(repair, _SOME_ADDED_UP, case.reduction, thread("loss"))
         held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
         some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
         sent = [sent for sent in facts.sent("forward", "between") if sent.op == "all_to_all"]
@@ -229,6 +222,10 @@ class _Factors:
 _ADDED_UP = (
     "gradients are added up over ranks, although each rank's loss is already a mean, or is scaled up: average the "
     "gradients, by dividing by the number of ranks or with ReduceOp.AVG"
+)
+_SOME_ADDED_UP = (
+    "these gradients are added up over ranks, and others are averaged: average all of them, because each rank's loss "
+    "is a mean"
 )
 _AVERAGED = (
     "gradients are averaged over ranks, but they must be added up: either they are already divided by a number of "

@@ -95,11 +95,13 @@ class Facts:
         """These parts, by rank and its own name."""
         return {(rank, own): part for _, rank, own, part, _ in self.cut(whole)}
 
-    def deals(self, names: Sequence[str]) -> Iterator[tuple[dict[tuple[int, str], np.ndarray], Groups]]:
+    def deals(
+        self, names: Sequence[str], orders: int | None = 1
+    ) -> Iterator[tuple[dict[tuple[int, str], np.ndarray], Groups]]:
         """Each way to deal parameters to ranks in parts as large as theirs: what each rank gets, by its names, and the
         groups of ranks that get the same."""
         held, whole = {name: [*self.holders(name)] for name in names}, self.reference.weights
-        ways = [deals(whole[name], self.ours[rank].weights[mine].values.shape, self.num_ranks)
+        ways = [deals(whole[name], self.ours[rank].weights[mine].values.shape, self.num_ranks, orders)
                 for name, ((rank, mine, _), *_) in held.items()]  # fmt: skip
         for parts in in_step(ways):
             groups: dict[bytes, list[int]] = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from tplab.checking.causes import thread
-from tplab.checking.facts import Facts
+from tplab.checking.facts import Facts, same
 from tplab.checking.gaps import gap, largest
 from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import named
@@ -29,13 +29,6 @@ COMBINED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
     """What may be wrong at the line where the forward pass goes wrong."""
-    for sent in facts.sent("forward"):
-        if sent.where == line and sent.reduction in ("sum", "mean") and sent.size > 1:
-            other = "mean" if sent.reduction == "sum" else "sum"
-            cause = f"the {sent.reduction} over ranks is taken here, where the {other} is meant"
-            repair = Repair(other, f"the {other} in place of the {sent.reduction} at {line}", line)
-            yield Hypothesis(repair, cause, line)
-            break
     yield from in_order(facts, forward=True)
     trails = facts.trails
     if trails is None or not line:
@@ -45,7 +38,7 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
     yield from _of_other_limits(facts, trails)
-    yield from _of_other_groups(facts)
+    yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
     yield from _of_targets(facts, trails)
     for at in dict.fromkeys([line, *trails.wrong_sums]):
         yield from _in_its_place(facts, trails, at, is_first=at == line)
@@ -64,27 +57,41 @@ def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
         yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, op.line)
 
 
-def _of_other_groups(facts: Facts) -> Iterator[Hypothesis]:
-    """Of a parameter that is cut into fewer parts than others, several ranks have the same part: those side by side,
-    where it should be every second one, or the other way round."""
+def _of_other_parts(facts: Facts, line: str, used: Collection[str]) -> Iterator[Hypothesis]:
+    """Ranks have other parts of parameters than they need. Of one that is cut into fewer parts than others, several
+    ranks have the same part: those side by side, where it should be every second one, or the other way round. One that
+    is used where the forward pass goes wrong, by its ranks' own names, may be several in one."""
     size, groups = facts.num_ranks, {name: facts.groups(name) for name in facts.reference.weights}
+    own = {place.name for (_, mine), place in facts.places.items() if mine in used}
     found: dict[Groups, list[str]] = {}
     for name, parts in groups.items() if any(len(parts) == size for parts in groups.values()) else ():
-        if 1 < len(parts) < size and sum(map(len, parts.values())) == size and size % len(parts) == 0:
+        are_dealt = len(parts) > 1 and sum(map(len, parts.values())) == size and size % len(parts) == 0
+        if are_dealt and (len(parts) < size or name in own):
             found.setdefault(tuple(sorted(map(tuple, parts.values()))), []).append(name)
     for way, names in found.items():
-        for values, other in facts.deals(names):
+        is_fused = len(way) == size
+        for values, other in facts.deals(names, None if is_fused else 1):
+            if all(same(x, facts.ours[rank].weights[mine].values) for (rank, mine), x in values.items()):
+                continue
             have, need = (" and ".join(map(ranks_text, some)) for some in (way, other))
-            words = f"{named(names)} dealt so that {need} have the same part"
             cause = (
                 f"{have} have the same part of {named(names)}, and what it is used with is cut so that {need} need "
                 "the same, as where heads of queries share a head of keys and values: choose the part by rank // "
                 "(ranks per part) in place of rank % parts, or the other way round"
             )
-            own = tuple(dict.fromkeys(mine for _, mine in values))
-            also = [Repair("gradients", words, at, own, other, "sum") for at in lines_of_reduction(facts, names)[:1]]
-            if other != way:
-                yield Hypothesis(Repair("weights", words, values=values), cause, facts.line("forward"), also=(*also,))
+            words = f"{named(names)} dealt so that {need} have the same part"
+            if is_fused:
+                cause = (
+                    f"{named(names)} is cut into other parts than what follows needs, as where several matrices are "
+                    "fused in one (gate and up; query, key and value) and a rank needs its part of each: cut each of "
+                    "them, then join the rank's parts"
+                )
+                words = f"{named(names)} cut so that rank 0 has {_pieces(next(iter(values.values())), facts, names[0])}"
+            mine = tuple(dict.fromkeys(mine for _, mine in values))
+            also = [Repair("gradients", words, at, mine, other, "sum") for at in lines_of_reduction(facts, names)[:1]]
+            repair, where = Repair("weights", words, values=values), line if is_fused else facts.line("forward")
+            if is_fused or other != way:
+                yield Hypothesis(repair, cause, where, also=(*also,) if not is_fused else ())
 
 
 def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
@@ -96,11 +103,15 @@ def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
              for (x, _, _), whole in zip(step.targets, wholes[facts.number]) if x.ndim == 1]  # fmt: skip
     if all(np.array_equal(x, want) for x, want, _ in parts) or not all(fits for *_, fits in parts):
         return
-    each = tuple((rank,) for rank in range(facts.num_ranks))
+    each, order = tuple((rank,) for rank in range(facts.num_ranks)), trails.order_of_samples()
     cause = "the loss does not compare with the rank's part of the reference's targets"
     words, where = "the rank's part of the reference's targets", facts.line("label") or facts.mine[0].targets[0][2]
     if are_numbers := all(np.array_equal(x, np.arange(x.size)) for x, _, _ in parts):
         cause += ": labels that number samples go on from the rank's first sample, and do not begin anew on each rank"
+    elif order != sorted(order):
+        cause += ": targets are not in the order in which ranks hold samples, or tokens, as where a sequence is cut in "
+        cause += "another order than its labels"
+        wholes = {number: [x[order] if len(x) == len(order) else x for x in some] for number, some in wholes.items()}
     if lines := trails.products_of_parts() if are_numbers else []:
         cause = (
             "each rank compares its samples with its own alone, and the reference with all of the batch: gather what "
@@ -178,6 +189,16 @@ def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesi
         yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, made)
 
 
+def _pieces(part: np.ndarray, facts: Facts, name: str) -> str:
+    """Which of the places along a dim of a parameter are in a part of it."""
+    whole = facts.reference.weights[name]
+    dim = next(dim for dim, size in enumerate(part.shape) if size < whole.shape[dim])
+    rows = [np.abs(np.moveaxis(whole, dim, 0) - row).reshape(whole.shape[dim], -1).sum(1).argmin()
+            for row in np.moveaxis(part, dim, 0)]  # fmt: skip
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return f"{' and '.join(f'{run[0]} to {run[-1]}' for run in runs)} of its {whole.shape[dim]} places along dim {dim}"
+
+
 def _in_its_place(
     facts: Facts, trails: Trails, line: str, made: np.ndarray | None = None, is_first: bool = True
 ) -> Iterator[Hypothesis]:
@@ -188,7 +209,7 @@ def _in_its_place(
                         times=facts.number)  # fmt: skip
         wrong = f"{words}{_too_much(facts, trails, values)}"
         inputs = "the inputs of this line are right and its result is wrong"
-        inputs = inputs if is_first else "what this line adds up over ranks is wrong"
+        inputs = inputs if is_first else "what this line combines over ranks is wrong"
         cause = f"in the forward pass, {inputs}: {wrong}"
         yield Hypothesis(repair, cause, line)
 
@@ -197,10 +218,11 @@ def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np
     """The parameter that a value contains once too often, or more; or what each rank computes alike."""
     key, rank = next(iter(values)), facts.num_ranks - 1
     got = trails.ops_of(key)[0][rank].values[0]
-    more = got.astype(np.float64) - values[key][rank]
+    with np.errstate(invalid="ignore"):  # of masks, which may be infinite
+        more = np.nan_to_num(got.astype(np.float64) - values[key][rank], posinf=0.0, neginf=0.0)
     vectors = {name: x for name, x in facts.reference.parameters(facts.number - 1).items() if x.ndim == 1}
     for name, x in (vectors | trails.alike(more.shape)).items():
-        if not more.ndim or x.shape not in (more.shape, more.shape[-1:]) or not x.any():
+        if not more.ndim or x.shape not in (more.shape, more.shape[-1:]) or not x.any() or not np.isfinite(x).all():
             continue
         times = float((more * x).sum() / (x.astype(np.float64) ** 2).sum() / (more.size / x.size))
         is_count = name in vectors or abs(times - round(times)) < 1e-3

@@ -68,8 +68,10 @@ class _Hypotheses:
         line = "" if case.is_all or case.left_out else case.in_backward
         lines = [(line, "")] * bool(line) + [(at, "function") for at in (facts.trails.unsummed if facts.trails else ())]
         together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
+        lines[1:1] = [(line, "copies")] * bool(line)
         for (line, of), way in itertools.product(lines, together):
-            words = f"a sum over {over(self.facts, way)} in the backward pass of {line}"
+            alike = " of what ranks have alike there" * (of == "copies")
+            words = f"a sum over {over(self.facts, way)} in the backward pass of {line}{alike}"
             cause, _, key = self._cause_of_parts(way)
             repair = Repair("dual", words, line, self.case.own_names, way, of)
             yield Hypothesis(repair, cause if self.kind == "own" else _NO_DUAL, line, thread(key))
@@ -191,10 +193,6 @@ class _Hypotheses:
                 over = {sent.ranks for sent in self.facts.sent("reduction", "backward") if sent.where == line}
                 told = self._scaled_unlike() if over == {*way} else (cause, where, thread("experts"))
                 yield Hypothesis(repair, *told)
-        held = self.case.copies_of_one
-        if held and held not in partitions(self.facts):
-            words = f"the mean over {listed(held)} in place of the collective at {line}"
-            yield Hypothesis(self.case.combined("mean", held, 1 / undone, words, line), cause, where, thread("experts"))
 
     def _scaled_unlike(self) -> tuple[str, str, str]:
         """Cause, line and thread where each rank's gradients, and the ranks that they are added up over, are right."""

@@ -175,11 +175,6 @@ def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], a
         parts = f"add up the squares of {those} over the ranks that hold other parts"
         for one in firsts:
             yield _Way(lambda _, one=one: own[one], f"of {those}, only the part of rank {one} is counted: {parts}")
-        halves = [[np.array_split(x, 2) for x in held[rank] if x.ndim and len(x) > 1] for rank in firsts]
-        for at, which in enumerate(("first", "second")):
-            half = sum(float(x[at].sum()) for pieces in halves for x in pieces)
-            words = f"of {those}, only the {which} half of each rank's part is counted: the other half is missing"
-            yield _Way(lambda _, half=half: half, words)
     if not are_all:
         yield _Way(lambda _: 0.0, f"the norm leaves out {those}")
 

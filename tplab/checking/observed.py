@@ -268,8 +268,8 @@ MOST_WAYS = 400
 
 
 def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: int) -> Observed | None:
-    """How `want` is spread over ranks, up to 1e-3 of its largest element: float32 in a few layers, added up in
-    another order. None if it is in no way that is known.
+    """How `want` is spread over ranks, up to 1e-3 of its largest element (of a single number, 1e-4): float32 in a few
+    layers, added up in another order. None if it is in no way that is known.
 
     pieces   of each rank that has one
     """
@@ -286,16 +286,18 @@ def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: i
         Way(dealt, [((), alike)] if len({len(group) for group in alike}) == 1 < len(alike[0]) else [])
         for dealt, alike in islice(_ways_to_cut(want, next(iter(got.values())).shape, num_ranks, got), MOST_WAYS)
     ]
-    return first_fit(got, ways, 1e-3 * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
+    tolerance = 1e-3 if want.size > 1 else 1e-4  # what a number was added up from may be off by more
+    return first_fit(got, ways, tolerance * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
 
 
 Dealt = dict[int, np.ndarray]
 """What each rank gets of a tensor."""
 
 
-def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int) -> Iterator[Dealt]:
-    """Each way to deal a tensor to ranks in contiguous parts of this shape, so that all of it is on some rank."""
-    for want, alike in _ways_to_cut(whole, mine, num_ranks, range(num_ranks), most_orders=1):
+def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int, orders: int | None = 1) -> Iterator[Dealt]:
+    """Each way to deal a tensor to ranks in parts of this shape, so that all of it is on some rank: contiguous parts,
+    and others in so many of `_orders`."""
+    for want, alike in _ways_to_cut(whole, mine, num_ranks, range(num_ranks), most_orders=orders):
         if len(alike) * prod(mine) == whole.size:
             yield want
 

@@ -27,7 +27,8 @@ class Place:
     name      the reference's
     index     for each dim, the ranges of elements; the same for ranks that hold copies
     fits      whether the values are the reference's, to begin with
-    elements  for a part that is cut in another way, the number of each of its elements; `shape` is the part's
+    elements  for a part that is cut in another way, the number of each of its elements; `shape` is the part's, also of
+              the last part of a flat tensor that is filled up with zeros
     """
 
     name: str
@@ -44,7 +45,7 @@ class Place:
             before = (slice(None),) * dim
             pieces = [whole[(*before, slice(start, stop))] for start, stop in ranges]
             whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=dim)
-        return whole
+        return np.pad(whole, (0, self.shape[0] - len(whole))) if self.shape else whole
 
 
 Places = dict[tuple[int, str], Place]
@@ -194,6 +195,11 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
         place = Place(name, index, True)
         if gap(place.take(whole[name]), piece.values) <= slack:
             yield place
+    mine, size = piece.values.size, whole[name].size
+    if piece.shape is None and piece.values.ndim == whole[name].ndim == 1 and size - (start := size // mine * mine) > 0:
+        place = Place(name, (((start, size),),), True, shape=(mine,))
+        if gap(place.take(whole[name]), piece.values) <= slack:
+            yield place
 
 
 def _indices(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterator[Index]:
@@ -231,10 +237,10 @@ def _chunks(place: Place, whole: Mapping[str, np.ndarray]) -> list[tuple[int, in
     if place.elements is not None:
         return found
     for ranges, size in zip(place.index, whole[place.name].shape):
-        mine = sum(stop - start for start, stop in ranges)
+        mine = place.shape[0] if place.shape else sum(stop - start for start, stop in ranges)
         if 0 < mine < size:
-            chunk = ranges[0][1] - ranges[0][0]
-            found.append((round(size / mine), ranges[0][0] // chunk))
+            chunk = mine if place.shape else ranges[0][1] - ranges[0][0]
+            found.append((-(-size // mine), ranges[0][0] // chunk))
     return found
 
 

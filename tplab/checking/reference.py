@@ -104,8 +104,10 @@ class Reference:
         if number not in self._largest:
             self._largest[number] = max((largest(x) for x in whole.values()), default=0.0)
         size = largest(whole[name])
+        moved = TIMES * self.moved("gradients", name, number)
+        moved *= TIMES if moved > size else 1  # it is 0 but for rounding
         of_others = 2 * self.epsilon if self.epsilon < 1e-4 or not self.again else self.epsilon / 4
-        return max(self.floor * size, TIMES * self.moved("gradients", name, number), of_others * self._largest[number])
+        return max(self.floor * size, moved, of_others * self._largest[number])
 
     def noise_of_gradients(self, number: int) -> float:
         """How much of a gradient another run has changed, where it has changed the most that is not tiny."""

@@ -34,8 +34,9 @@ class Repair:
               "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
               multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": what it does to
               gradients, it does when they are averaged. "sync": gradients are synchronised whatever it says. "dual":
-              gradients that come back from `line` are added up over `groups`, times `by`; with `combine`, only
-              from autograd functions that the script has written. "through": the collective at `line` passes gradients
+              gradients that come back from `line` are added up over `groups`, times `by`; with `combine`
+              "function", only from autograd functions that the script has written; with "copies", only where ranks took
+              the same and made something else of it. "through": the collective at `line` passes gradients
               back. "cast": what the function of the name in `names` computes at `line` is
               `combine`d over `groups`, and gradients of the result are added up over them, times `by`. "seed": `line`
               sets rank 0's
@@ -88,11 +89,22 @@ class Hypothesis:
     also: tuple[Repair, ...] = ()
     is_partial: bool = False
 
+    def and_then(self, other: Hypothesis) -> Hypothesis:
+        """Both are needed: as a variance that is taken around a mean."""
+        words = f"{self.repair.words}; and {other.repair.words}"
+        cause = f"{self.cause}; and likewise at {other.where}" if other.where != self.where else self.cause
+        also = (*self.also, other.repair, *other.also)
+        return replace(self, repair=replace(self.repair, words=words), cause=cause, also=also)
 
-def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | None]) -> SameModel:
+
+def proven(
+    report: SameModel, again: Callable[[Sequence[Repair]], SameModel | None],
+    further: Callable[[Sequence[Repair], int], SameModel | None] | None = None,
+) -> SameModel:  # fmt: skip
     """The report with the causes of its faults, each of them found by repairing it in a new run.
 
-    again   the report of another run with all of these repairs; None if that run failed
+    again    the report of another run with all of these repairs; None if that run failed
+    further  the same, where every operation of a step is seen: it tells what else ranks combine too little
 
     A second fault is looked for where the first one is repaired. A fault that no repair mends keeps no cause.
     """
@@ -106,7 +118,8 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
             findings = rest
             continue
         tried: list[str] = []
-        for one in first.hypotheses[:MOST_TRIED]:
+        tries = list(first.hypotheses[:MOST_TRIED])
+        for place, one in enumerate(tries):
             found = again([*mended, one.repair, *one.also])
             if found is not None and is_mended(first, found, report):
                 where = one.where or first.where
@@ -119,6 +132,11 @@ def proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel | No
                 ]  # fmt: skip
                 break
             tried.append(one.repair.words)
+            if further and one.repair.kind == "cast" and found is not None and len(tries) < 2 * MOST_TRIED:
+                more = further([*mended, one.repair, *one.also], first.step)
+                others = more.findings[0].hypotheses if more is not None and more.findings else ()
+                casts = [one.and_then(other) for other in others if other.repair.kind == "cast"]
+                tries[place + 1 : place + 1] = casts[:2]
         else:
             done += [
                 replace(first, cause=first.seen, tried=tuple(dict.fromkeys(tried)), thread=""),

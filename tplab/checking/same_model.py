@@ -217,9 +217,8 @@ class SameModel:
         return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}{how}"
 
     def __str__(self) -> str:
-        parts = [fill(self.title, 110, break_long_words=False)]
-        if self.findings:
-            parts.append("\n\n".join(map(str, self.findings)))
+        parts = ["\n".join(fill(line, 110, break_long_words=False) for line in self.title.splitlines())]
+        parts += ["\n\n".join(map(str, self.findings))] * bool(self.findings)
         if self.reason and self.findings:
             parts.append(_indented(f"nothing further was compared, because {self.reason}"))
         if self.rows:
@@ -257,7 +256,8 @@ class SameModel:
     def _repr_html_(self) -> str:
         """The verdict; each fault, opened, with its values and lines; a table of what was compared."""
         colour = {"same": "#238636", "different": "#d73a49"}.get(self.verdict, "#9e6a03")
-        parts = [f"<p><b style='color: {colour}'>{escape(self.title)}</b></p>", *map(_html_of, self.findings)]
+        style = f"color: {colour}; white-space: pre-line"
+        parts = [f"<p><b style='{style}'>{escape(self.title)}</b></p>", *map(_html_of, self.findings)]
         if self.rows:
             lines = "".join(_html_row(row) for row in self.rows)
             head = "<tr><th>step</th><th></th><th>quantity</th><th>what was found</th></tr>"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.checking.gaps import gap, largest
 from tplab.checking.recording import Seen, Step, checksum
 from tplab.units import ranks_text
 
@@ -61,6 +62,15 @@ def compare_samples(ours: Sequence[Step], theirs: Sequence[Step]) -> Samples:
     if results[0].ok and len(_rows(whole[0])) > 1:  # others, such as a mask, may be cut in another way
         return results[0]
     return next((found for found in results if not found.ok), results[0])
+
+
+def on_several(ours: Sequence[Seen], theirs: Seen) -> int:
+    """How many samples several ranks see in any of the steps, where no rank, nor the reference, sees any twice; 0 for
+    so few that it may be chance, as where samples are drawn again and again."""
+    each = [sum((_rows(_of(step)[0]) for step in seen.steps if step.samples), Counter()) for seen in (*ours, theirs)]
+    *mine, _ = distinct = {tuple(sorted(rows.items())): rows for rows in each}.values()
+    count = sum(count > 1 for count in sum(mine, Counter()).values())
+    return count if count > 2 and all(max(rows.values(), default=0) < 2 for rows in distinct) else 0
 
 
 def _of(step: Step) -> list[list[np.ndarray]]:
@@ -186,7 +196,8 @@ def _are_columns(found: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> bo
         and x.shape[:-1] == w.shape[:-1]
         and 0 < x.shape[-1] < w.shape[-1]
         and any(
-            np.array_equal(x, w[..., start : start + x.shape[-1]]) for start in range(w.shape[-1] - x.shape[-1] + 1)
+            gap(x, w[..., start : start + x.shape[-1]]) <= 1e-5 * largest(w)
+            for start in range(w.shape[-1] - x.shape[-1] + 1)
         )
         for x, w in pairs
     )

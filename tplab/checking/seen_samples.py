@@ -13,7 +13,7 @@ from tplab.checking.masks import FEWEST, Drawn, are_pieces, compared
 from tplab.checking.recording import Step
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Row
-from tplab.checking.samples import Samples, advice, compare_samples, samplers_by_rank, seeds_by_rank
+from tplab.checking.samples import Samples, advice, compare_samples, on_several, samplers_by_rank, seeds_by_rank
 from tplab.checking.sends import partitions
 from tplab.units import ranks_text
 
@@ -79,6 +79,14 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         words = f"the numbers drawn at {alike} are the same on all ranks, and their samples are not"
         yield facts.fault("samples", words, alike, lines=[line, forward],
                           hypotheses=_dealt(facts, _ways(facts), cause, alike))  # fmt: skip
+    elif (
+        found.factor == 1
+        and not seeds_by_rank(facts.ours)
+        and (count := on_several(facts.ours, facts.reference.seen[0]))
+    ):
+        words = f"{count} samples are on several ranks in the steps that were seen, and none is twice in the reference"
+        hypotheses = _dealt(facts, _ways(facts), _CAUSES["orders"], line)
+        yield facts.fault("samples", words, line, lines=[forward], hypotheses=hypotheses)
     else:
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
         if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found) or are_drawn(facts)):

@@ -118,7 +118,7 @@ def _named(has: np.ndarray, should: np.ndarray, groups: Sequence[Sequence[Part]]
         words += "" if factor is None or abs(factor - 1) < _SAME else f", {plain(factor)} times"
         return Shares("missing", words, factor, tuple(sorted(left)))
     if not left & held:
-        words = f"of the part of {ranks_text(sorted(held))} alone"
+        words = f"only from the part of {ranks_text(sorted(held))}"
         return Shares("own", words, None, tuple(sorted(left)))
     if all(there for of, there in zip(ranks, is_there) if rank in of):
         return Shares("own", f"each rank has only what its own part gives for microbatches {_listed(gone)}")
@@ -149,7 +149,7 @@ def _unlike(weights: np.ndarray) -> list[float]:
 
 
 def _weights(has: np.ndarray, should: np.ndarray, kind: str = "weights") -> Shares:
-    return Shares(kind, "parts count " + ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should)))
+    return Shares(kind, "parts weighted by " + ", ".join(f"{plain(h)} (not {plain(s)})" for h, s in zip(has, should)))
 
 
 def _split(sets: Sequence[set[int]], is_there: np.ndarray) -> tuple[set[int], set[int]]:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
-from tplab.checking.gaps import farthest, shown
+from tplab.checking.gaps import farthest, largest, shown
+from tplab.checking.observed import factor_between
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
@@ -66,7 +67,13 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         name, factor = next(iter(sizes.items()))
         words = f"drawn {plain(factor)} times as large as the reference's"
         got, want = (f"{np.std(x):.4g} (the standard deviation)" for x in (whole[name], facts.reference.weights[name]))
-        yield facts.fault("weights", words, where, names=sizes, factor=factor, values=(got, want))
+        cause = (
+            "the numbers that ranks begin with have another size: what scales them comes from what a rank has (the "
+            "shape of its shard, the place of a layer in its stage), where that of the whole is meant"
+        )
+        repair = Repair("weights", "the reference's weights", values=facts.dealt(facts.reference.weights))
+        yield facts.fault("weights", words, where, names=sizes, factor=factor, values=(got, want),
+                          hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
     elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
         words = "not the reference's, although both load weights: the ranks load nothing, or something else"
         yield facts.fault("weights", words, loaded, names=whole)
@@ -80,8 +87,10 @@ def weights(facts: Facts, may_ask: bool) -> Found:
 
 
 def _ratio(has: np.ndarray, want: np.ndarray) -> float | None:
-    """How many times larger the numbers are, where that is no chance: of N random numbers the standard deviation is off
-    by 1 / sqrt(2 N) of itself."""
+    """How many times larger the numbers are, where that is no chance: they are the same ones times a factor; or of N
+    random numbers the standard deviation is off by more than 1 / sqrt(2 N) of itself."""
+    if has.size > 2 and (factor := factor_between([(has, want)], 1e-5 * largest(want))) and abs(factor - 1) > 1e-3:
+        return factor
     a, b = float(np.std(has)), float(np.std(want))
     if not a or not b or abs(np.log(a / b)) < max(0.03, 6 / np.sqrt(2 * want.size)):
         return None
@@ -121,6 +130,14 @@ def _of_equal_shards(facts: Facts, names: list[str], where: str) -> Iterator[Hyp
 
 def _of_seeds(facts: Facts) -> tuple[str, str]:
     """The line, and the cause, of weights that differ, or are equal by mistake."""
+    if facts.goes_on:
+        cause = (
+            "ranks that hold copies go on with different weights, as where only some of them have loaded the "
+            "checkpoint: load it on every rank, or before DistributedDataParallel sends rank 0's weights to the others"
+        )
+        return next(
+            (seen.lines["weights"] for seen in facts.ours if "weights" in seen.lines), facts.line("forward")
+        ), cause
     if seeds := seeds_by_rank(facts.ours):
         values, line = seeds
         cause = (
@@ -137,7 +154,8 @@ def _joined(like: np.ndarray, pieces: list[tuple[np.ndarray, Place]]) -> np.ndar
     whole = np.array(like)
     numbers = np.arange(whole.size).reshape(whole.shape)
     for values, place in pieces:
-        whole.flat[place.take(numbers).reshape(-1)] = values.reshape(-1)
+        at = place.take(numbers + 1).reshape(-1)  # 0 for what fills up a last part
+        whole.flat[at[at > 0] - 1] = values.reshape(-1)[at > 0]
     return whole
 
 

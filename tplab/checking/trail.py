@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -60,9 +60,10 @@ class Op:
         return self.key[0]
 
     def at(self, place: int | None) -> np.ndarray | None:
-        """What it takes at a place; its first result for None."""
-        if place is None:
-            return self.values[0] if self.values else None
+        """What it takes at a place; its first result for None, and another one for ~place."""
+        if place is None or place < 0:
+            number = ~place if place else 0
+            return self.values[number] if number < len(self.values) else None
         return self.given[place][0] if place in self.given else None
 
 
@@ -117,7 +118,7 @@ class Trails:
 
     def wanted_at(
         self, line: str, made: np.ndarray | None = None
-    ) -> Iterator[tuple[str, dict[Key, dict[int, np.ndarray]]]]:
+    ) -> Iterator[tuple[str, dict[Any, dict[int, np.ndarray]]]]:
         """What the operation that goes wrong at a line, or that ends it, should give on each rank, whenever it runs, in
         each way in which the reference's may be cut; and how what it gives differs, in words."""
         at = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
@@ -126,8 +127,12 @@ class Trails:
         own = [wrong.key[1]] if wrong is not None and wrong.line == line else []
         for name in [*dict.fromkeys([*own, first, *others])][:2]:
             keys = [op.key for op in at if op.key[1] == name and op.key in self._theirs]
-            for found in self._cuts(keys, None):
-                yield self._differs(found), found
+            count = min((len(self._theirs[key].values) for key in keys), default=1)
+            rest = [[*self._cuts(keys, ~place)] for place in range(1, count)]
+            for number, found in enumerate(self._cuts(keys, None)):
+                more = {(key, ~place): pieces for place, ways in enumerate(rest, 1)
+                        for key, pieces in (ways[number].items() if number < len(ways) else ())}  # fmt: skip
+                yield self._differs(found), found | more
 
     def _differs(self, wanted: Mapping[Key, Mapping[int, np.ndarray]]) -> str:
         """How values differ from those that are wanted, in words: on all ranks, or on the first one where they do."""
@@ -173,6 +178,29 @@ class Trails:
         """An operation on each rank that has it, and in the reference."""
         return {rank: ops[key] for rank, ops in enumerate(self._by_key) if key in ops}, self._theirs.get(key)
 
+    def order_of_samples(self) -> list[int]:
+        """Of each row that the ranks have, one after the other, where the forward pass seems to go wrong, the number in
+        the reference; [] if they are no rows of it."""
+        first = self.first_wrong()
+        before = [self._ends.ops[at] for at in first.inputs[:1]] if first is not None else []
+        for key in [op.key for op in (first, *before) if op is not None and op.key in self._theirs]:
+            whole, parts = self._theirs[key].at(None), [ops[key].at(None) for ops in self._by_key if key in ops]
+            if whole is None or whole.ndim != 2 or any(x is None or x.shape[1:] != whole.shape[1:] for x in parts):
+                continue
+            mine = np.concatenate(parts).astype(np.float64)  # type: ignore[arg-type]
+            far, found = np.abs(mine[:, None] - whole[None]).max(-1), list[int]()
+            while len(found) < len(mine) == len(whole) and far[len(found)].min() <= 1e-4 * largest(whole):
+                found.append(int(far[len(found)].argmin()))
+                far[:, found[-1]] = np.inf  # of rows that are the same, each counts once
+            if len(found) == len(mine):
+                return found
+        return []
+
+    def parameters_of(self, op: Op) -> list[str]:
+        """A rank's own names of the parameters to which an operation, or one before it, passes gradients."""
+        ops = next(trail.ops for trail in self._ours if op in trail.ops)
+        return [to for one in (op, *(ops[at] for at in op.inputs)) for to, _ in one.passed if isinstance(to, str)]
+
     def parts_in(self, op: Op, made: np.ndarray | None = None) -> Iterator[list[Op]]:
         """What a wrong operation takes that is a part of a sum: the operations that made it; and those that began what
         any of the wrong ones takes. made: see `first_wrong`"""
@@ -183,7 +211,8 @@ class Trails:
             begun = [*{x.key: x for one, some in zip(begun, before) for x in some or [one]}.values()]
         for some in (own, begun) if begun != (own := self._parts(trail, op)) else (own,):
             keys = {one.key[:2] for one in some}
-            if some and all(self._is_part(one) for one in trail.ops if one.key[:2] in keys):
+            before = trail.ops[: trail.ops.index(op)]  # what comes later may follow from it, as in a loop
+            if some and all(self._is_part(one) for one in before if one.key[:2] in keys):
                 yield some
 
     def _parts(self, trail: Trail, op: Op) -> list[Op]:

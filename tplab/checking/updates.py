@@ -204,7 +204,8 @@ def parameters(facts: Facts) -> Found:
 def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis]:
     """The update of a shard is not the shard of the whole tensor's update."""
     whole = facts.reference.weights
-    cut = [name for name in whole if len(facts.groups(name)) > 1]
+    padded = {place.name for place in facts.places.values() if place.shape and place.elements is None}
+    cut = [name for name in whole if len(facts.groups(name)) > 1 and name not in padded]
     if not set(names) & set(cut):
         return
     numbers = facts.dealt({name: np.arange(whole[name].size).reshape(whole[name].shape) for name in cut})

@@ -241,7 +241,7 @@ def _known_mistake(
 
 
 AGAIN = "This is R times too large, for R ranks along {}. Is something added up that every rank already has?"
-A_MEAN = "This is 1/R of what is right, for R ranks along {}. Is it a mean, where a sum is right?"
+A_MEAN = "This is 1/R of what is right, for R ranks along {}. Is it divided by R once too often?"
 """Hints for every exercise, where none of its own explains a result."""
 
 

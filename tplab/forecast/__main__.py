@@ -23,6 +23,7 @@ from tplab.forecast.search import SEQUENCE, VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
 from tplab.models.checks import DISPATCHES
 from tplab.parser import Parser, ended
+from tplab.units import counted
 
 _CHOICES = ("attention", "compiled", "state_dtype", "dispatch", "skew")
 _COLUMNS = (*COLUMNS, "gpus", "batch", "sequence", "stack", "etp", *_CHOICES)
@@ -44,25 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("model", nargs="?", help="a model by name, or the config.json of a transformers model")
     add_flags(parser, USUAL)
-    parser.add_argument("--gpus", type=int, help="how many GPUs there are")
-    parser.add_argument("--batch", type=int, help="sequences in a step")
-    parser.add_argument("--sequence", type=int, help=f"tokens in a sequence (default: {SEQUENCE})")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs there are")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences in a step")
+    parser.add_argument("--sequence", type=int, metavar="N", help=f"tokens in a sequence (default: {SEQUENCE})")
     parser.add_argument("--stack", choices=STACKS, help="what trains it (default: megatron)")
     parser.add_argument("--attention", choices=ATTENTION, help="its kernel (default: the stack's)")
     parser.add_argument("--compiled", choices=("true", "false"), help="torch.compile, of fsdp (default: the stack's)")
     parser.add_argument("--state-dtype", choices=STATE_DTYPES, help="of the optimizer (default: the stack's)")
-    parser.add_argument(
-        "--etp", type=int, nargs="+", help="search plans that divide each expert over so many ranks, too"
-    )
-    parser.add_argument(
-        "--dispatch", choices=DISPATCHES, help="how tokens travel to experts (default: the stack's way)"
-    )
-    parser.add_argument("--skew", type=float, help="how unequally experts are chosen (default: 0, equally)")
-    parser.add_argument(
-        "--virtual", type=int, default=VIRTUAL, help=f"stages per pipeline rank, at most (default: {VIRTUAL})"
-    )
+    parser.add_argument("--etp", type=int, nargs="+", metavar="N", help="divide each expert over N ranks, too")
+    parser.add_argument("--dispatch", choices=DISPATCHES, help="how tokens travel to experts (default: the stack's)")
+    parser.add_argument("--skew", type=float, metavar="X", help="how unequally experts are chosen (default: 0)")
+    parser.add_argument("--virtual", type=int, default=VIRTUAL, metavar="N", help=f"most stages per rank ({VIRTUAL})")
     parser.add_argument("--outside", action="store_true", help="also search plans of classes that were not measured")
-    parser.add_argument("--top", type=int, default=10, help="how many plans are shown (default: 10)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many plans are shown (default: 10)")
     parser.add_argument("--html", metavar="FILE", help="write a page, too")
     parser.add_argument("--rows", metavar="CSV", help="a table with one plan in each row")
     parser.add_argument("--out", metavar="CSV", help="where the table goes, with what was found")
@@ -83,11 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("gpus", "batch", "sequence", "virtual", "top"):
         if (number := getattr(given, name)) is not None and number < 1:
             parser.error(f"{name} is {number}; it must be 1 or more")
+    if given.compiled and stack != "fsdp":
+        parser.error(f"--compiled is a choice of --stack fsdp; it changes nothing for {stack}")
     if given.html and not Path(given.html).parent.is_dir():
         parser.error(f"--html {given.html}: there is no folder {Path(given.html).parent}")
     try:
         model, cluster = _model(given.model), flagged(given, USUAL)
         check_dtype(cluster, "bfloat16")
+        if given.etp and not model.experts:
+            parser.error(f"--etp divides experts, and {model.name} has none")
         chosen = {name: value for name in _CHOICES if (value := getattr(given, name)) is not None}
         chosen |= {"compiled": given.compiled == "true"} if "compiled" in chosen else {}
         chosen |= {"virtual": given.virtual, "stack": stack, "inside": not given.outside}
@@ -98,10 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         parser.refuse(f"{error.filename}: {error.strerror}")
     title = f"{model.name} on {given.gpus} x {cluster.chip.name}"
-    about = f"{given.batch} sequences of {sequence} tokens in a step, {stack}, {cluster.name}: {cluster.kind}. "
+    about = (
+        f"{counted(given.batch, 'sequence')} of {sequence} tokens in a step, {stack}, {cluster.name}: {cluster.kind}. "
+    )
+    if given.gpus > cluster.node_size and (left := given.gpus % cluster.node_size):
+        about += f"The last node has {left} of its {cluster.node_size} GPUs. "
     if cluster.fitted is None and f"{cluster.name}-measured" in NAMED:
         about += f"For a forecast, take {cluster.name}-measured. "
-    about += "Of each layout of ranks the best plan"
+    about += "The best plan of each layout of ranks"
     best = _layouts(found, given.top)
     if not best:
         usable, most = room(cluster.chip, stack)
@@ -125,8 +128,8 @@ def _model(name: str) -> Model:
     try:
         return model_of({"model": name})
     except ValueError:
-        way_out = f"no model is named {name!r}{near(name, MODELS)}"
-        raise ValueError(f"{way_out}; the path of a config.json of transformers is read, too") from None
+        also = f"nor is that the path of a config.json{near(name, MODELS)}"
+        raise ValueError(f"no model is named {name!r}, {also}") from None
 
 
 def _rows(parser: Parser, table: str, out: str) -> None:
@@ -161,7 +164,7 @@ def _layouts(found: Plans, count: int) -> list[Forecast]:
 def _table(found: Sequence[Forecast]) -> str:
     lines = [f"{'':>3}  {'seconds':>8}  {'tokens/s/GPU':>12}  {'MFU':>6}  {'GiB':>6}  plan"]
     for number, one in enumerate(found, 1):
-        figures = f"{one.seconds:>8.3g}  {one.tokens_per_second_per_gpu:>12,.0f}  {one.mfu:>6.1%}"
+        figures = f"{f'{one.seconds:#.3g}'.rstrip('.'):>8}  {one.tokens_per_second_per_gpu:>12,.0f}  {one.mfu:>6.1%}"
         lines.append(f"{number:>3}  {figures}  {one.peak.total / 2**30:>6.1f}  {one.plan}")
     return "\n".join(lines)
 
@@ -171,7 +174,7 @@ def _lost(found: Plans) -> str:
     reasons = sorted(found.lost.items(), key=lambda reason: -reason[1])
     of_plans = [reason for reason in reasons if reason[0].startswith((TOO_LARGE, PERHAPS, SLOWER))]
     refused = [reason for reason in reasons if reason not in of_plans]
-    lines = [f"of {found.considered:,} plans, {len(found):,} fit. The others, and why those that fit are not the best:"]
+    lines = [f"of {found.considered:,} plans, {len(found):,} fit. The others are larger or slower:"]
     lines += [f"{count:>9,}  {reason}" for reason, count in of_plans]
     if refused:
         lines += [f"{sum(count for _, count in refused):,} layouts of ranks are not among these plans:"]

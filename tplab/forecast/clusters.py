@@ -20,7 +20,7 @@ USUAL = "h100-measured"
 COLUMNS = {
     "cluster": (
         "NAME",
-        f"{', '.join(NAMED)}: forecasts, where the name says measured; else data sheets. Or a .json file",
+        "{}: forecasts, where the name says measured; else data sheets. Or a .json file",
     ),
     "fabric": ("NAME", f"the network between nodes: {', '.join(CARDS)}, or a .json file"),
     "gpus_per_node": ("N", "GPUs of a node"),
@@ -89,14 +89,16 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
     """Raise ClusterError if the cluster's chip has no figure for computing in this dtype."""
     if dtype not in cluster.chip.flops:
         known = ", ".join(cluster.chip.flops)
-        raise ClusterError(f"{cluster.chip.name} of {cluster.name!r} has no speed in {dtype}; it has one in {known}")
+        raise ClusterError(f"cluster {cluster.name!r} has no speed in {dtype}, only in {known}; take another cluster")
 
 
 def add_flags(parser: argparse.ArgumentParser, usual: str = "") -> None:
-    """Add a flag for each of `COLUMNS`: --cluster, --fabric, --gpus-per-node, ..."""
+    """Add a flag for each of `COLUMNS`: --cluster, --fabric, --gpus-per-node, ... With a `usual` cluster, which plans
+    are searched on, those that have no bfloat16 are not listed."""
+    named = [name for name, one in NAMED.items() if not usual or "bfloat16" in one.chip.flops]
     for name, (metavar, text) in COLUMNS.items():
         also = f" (default: {usual})" if usual and name == "cluster" else ""
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text + also)
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text.format(", ".join(named)) + also)
 
 
 def flagged(given: argparse.Namespace, usual: str = "") -> Cluster:

@@ -94,8 +94,8 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
                    "b300", "gb200", "gb300" and "tpu_v5e" are data sheets, and so are "laptop" and "ethernet", which
                    have dtype float32 only. Another name that contains a measured chip, such as "dgx-h100", means that
                    chip's cluster, and `why` says so
-    fabric         the network between nodes: playbook, infiniband-ndr, efa-p5, ethernet-100g, or the path of a .json;
-                   empty: the cluster's own
+    fabric         the network between nodes: playbook, infiniband-ndr, infiniband-hdr, efa-p5, ethernet-100g, or a path
+                   to a .json; empty: the cluster's own
     cards, oversubscription        network cards of a node; by how much the network is too small for all of them
     stack          one of tplab.forecast.stacks; for an unknown one, Megatron's figures are used, and `why` says so
     gpus, gpus_per_node, dp, tp, pp, cp, ep     an empty dp is gpus divided by the other axes; these are 1 if empty

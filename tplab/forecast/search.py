@@ -159,7 +159,7 @@ def plans(
         if layouts and not measured:
             raise PlanError(
                 f"none of {len(layouts)} layouts of this model on {gpus} GPUs with {stack.name} is of a class that was "
-                "measured; plans(..., inside=False) searches them, without intervals (in the command, --outside)"
+                "measured; --outside, or plans(..., inside=False), searches them, without intervals"
             )
         refused[OUTSIDE] += len(layouts) - len(measured)
         layouts = measured

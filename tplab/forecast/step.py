@@ -170,14 +170,14 @@ def pipeline(
     model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: Stack, most: int
 ) -> Simulation:
     """The plan's schedule with each stage's times, as in `step`. Of more than `most` microbatches, rounds of one per
-    pipeline rank are left out. All pairs of passes hide the same part of the shorter one: the mean over pairs."""
+    rank are left out; DualPipe keeps two. All pairs of passes hide the same part of the shorter one: the mean."""
     block = Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))
     plan, stages = block.layouts[0], np.array(block.families[0].stages, float)
     fields = (stages @ block.micro[0, 0]).T
     forward, backward, again = fields[[FORWARD, BACKWARD, RECOMPUTE]]
     inputs, weights = (backward + again) / 2, (backward - again) / 2  # I includes all recomputation
-    count = plan.microbatches(batch)
-    left_out = min(-(-max(0, count - most) // plan.pp), (count - 1) // plan.pp)
+    count, least = plan.microbatches(batch), plan.pp * (1 + plan.rule_name.startswith("dualpipe"))
+    left_out = max(0, min(-(-(count - most) // plan.pp), (count - least) // plan.pp))
     schedule = plan.rule(count - left_out * plan.pp)
     overlap = part_hidden(schedule, forward, backward, fields[UNDER:])
     costs = Costs(forward, inputs, weights, float(block.sends[0]), full_backward=backward, overlap=overlap, unit="s")

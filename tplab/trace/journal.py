@@ -126,7 +126,7 @@ class Journal:
         return other
 
 
-def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
+def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequence[str] = ()) -> Trace:
     """One measured trace of all ranks, which starts when the first of them does.
 
     A message lasts from its send until its receiver has it. On each rank, a collective lasts from the moment all of its
@@ -189,7 +189,7 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str) -> Trace:
         for rank, met in meeting:
             times = start - origin, max(start, met.end) - origin
             recorder.add(rank, "collective", start=times[0], end=times[1], message=message, **met.said.event())
-    return recorder.trace(clock="measured", unit="s")
+    return recorder.trace(clock="measured", unit="s", warnings=warnings)
 
 
 _ANYTHING = Doing("compute", "", UNKNOWN)

@@ -30,7 +30,7 @@ def summary(trace: Trace, peaks: list[int] | None = None, num_waits: int = 3) ->
         whose = "on every rank" if min(peaks) == max(peaks) else others
         none = "" if max(peaks) else "; tensors on the device meta have no memory"
         parts.append(f"peak memory of tensors: {bytes_text(max(peaks))} {whose}{none}")
-    parts += [f"warning: {text}" for text in trace.warnings]
+    parts += ["warning: " + text.partition("\n")[0].removesuffix(":") for text in trace.warnings]
     return "\n\n".join(parts)
 
 
@@ -70,7 +70,7 @@ def _never_received(trace: Trace, most: int = 3) -> list[str]:
     ]
     if len(lost) > most:
         lines.append(f"  and {len(lost) - most} more")
-    return ["", "never received:", *lines] if lost else []
+    return ["", "of these, never received:", *lines] if lost else []
 
 
 def _shares(trace: Trace) -> str:

@@ -38,7 +38,7 @@ class Trace:
     unit        "s"; or "steps" if no cluster was given: a hop takes 1 and computing takes 0
     cluster     the name of the modelled cluster, or None
     figures     where that cluster's figures come from: "data sheet", "forecast, ±5 %"; "" if that is unknown
-    warnings    what may go wrong elsewhere though it worked here, such as collectives that may hang on GPUs
+    warnings    how a run that failed ended; what may go wrong elsewhere, as collectives that may hang on GPUs
     chunks      what travelled: (the rank it came from, how many that rank had sent before it)
     chunk_names each chunk's name in the program: "Z", or "x[3]" for piece 3 of x; "" if that is unknown
 

@@ -19,7 +19,7 @@ for labs, to show numbers that a cell has computed:
     scatter(...)                  forecasts beside measurements, one dot per run
     LossCurve(steps)              the loss of a model while it trains
     knob(...)                     one control, and bars that change with it
-    bytes_text(...)               "1.5 MB": sizes as the widgets write them
+    bytes_text(...)               "1.43 MiB": sizes as the widgets write them
 
 and for readers without a notebook:
 

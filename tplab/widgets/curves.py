@@ -18,6 +18,7 @@ from tplab.widgets.paper.frame import draw_edge, draw_head
 from tplab.widgets.paper.letters import one_line
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, SOFT
 from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.shown import numbers
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -91,6 +92,9 @@ def curves(
     if not len(nbytes):
         raise ValueError("there are no sizes to draw over; give at least one in nbytes")
     check_measured(panels, measured, by)
+    numbers("nbytes", nbytes, 1, least=0)
+    for label, seconds in (line for lines in panels.values() for line in lines.items()):
+        numbers(f"the seconds of {label!r}", np.nan_to_num(numbers(repr(label), seconds)), 1, len(nbytes), least=0)
     figure, axes = figure_of(panels, "bytes of the tensor")
     points = [point for points in (measured or {}).values() for point in points]
     drawn = [value for lines in (*panels.values(), floor or {}) for seconds in lines.values() for value in seconds]

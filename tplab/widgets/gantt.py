@@ -14,7 +14,7 @@ from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
-from tplab.widgets.schedule.workbench import to_svg
+from tplab.widgets.schedule.workbench import check_limit, to_svg
 
 
 class Gantt(Card):
@@ -63,8 +63,10 @@ def gantt(
     beside        another one, shown on the same time axis with the same playhead
     memory_limit  the most microbatches whose activations a rank may hold; any excess is marked
     colour        what the colours mean: "kind" (F, I and W; a B is both), "microbatch" or "stage"
+    Raises ValueError if `memory_limit` is not above 0.
     """
     both = [run] if beside is None else [run, beside]
     check_shown(both, Simulation, Schedule)
+    check_limit(memory_limit)
     runs = [one if isinstance(one, Simulation) else simulate(one, Costs()) for one in both]
     return Gantt(runs, memory_limit, step, colour)

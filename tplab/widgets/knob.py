@@ -15,6 +15,7 @@ from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.measured import check_measured, draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene, packed
+from tplab.widgets.paper.shown import check_is
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 
@@ -247,11 +248,13 @@ def knob(
 
     Everything is computed in advance, so turning the knob needs no kernel.
     """
+    for option, bars in options.items():
+        check_is(f"the option {option!r}", bars, Bars)
     if not options or any(not bars.rows for bars in options.values()):
         raise ValueError("knob needs an option at least, and a bar at least for each")
     for row in (row for bars in options.values() for row in bars.rows):
         for name, amount in row.parts.items():
-            if not math.isfinite(amount):
+            if not 0 <= amount < math.inf:
                 raise ValueError(f"{row.label!r} has {amount} for {name!r}, and a bar cannot be as long as that")
         if row.measured is not None:
             check_measured(row.label, row.measured, by)

@@ -12,9 +12,11 @@ from tplab.cost import Cluster, find
 from tplab.forecast import Forecast, Model, Plan
 from tplab.widgets.layouts import drawing, still_views
 from tplab.widgets.layouts.board import Board
+from tplab.widgets.layouts.tasks import START, TASKS
 from tplab.widgets.layouts.words import badge
 from tplab.widgets.layouts.workbench import Measured, Workbench
 from tplab.widgets.paper.card import Card, in_turn, script
+from tplab.widgets.paper.shown import check_is
 from tplab.widgets.paper.still import still
 
 
@@ -143,17 +145,22 @@ def layout_lab(
     plan             the plan that is chosen at first; the best if None
     measured         published measurements with these settings: (plan, seconds of a step, GiB of the fullest rank, or
                      None), and `by`, who measured them
-    task             the task under the picture, by its name in the list there; the forecast decides when it is solved
+    task             the task under the picture, by its name in the list there; the forecast decides when it is solved.
+                     It begins with its own settings, except for those that you give
     About a hundred plans are shown: the fastest, the best of each layout of ranks, and the Pareto front of time and
     memory. At first all of them are forecast, so that choosing one needs no kernel. After a change of the settings,
     only the chosen one and the best are; the others have the search's estimates, most within 1 %.
     Raises PlanError if no plan is possible, and ValueError for settings that no control has.
     """
+    check_is("model", model, str, Model)
+    check_is("plan", plan, Plan, type(None))
+    for row in measured:
+        check_is("a row of measured", row, tuple, list)
     models = {} if isinstance(model, str) else {model.name or "yours": replace(model, name=model.name or "yours")}
     clusters = {} if isinstance(cluster, str) else {find(cluster).name: cluster}
     settings = {"model": next(iter(models), model), "cluster": next(iter(clusters), cluster), "gpus": gpus}
     settings |= {"batch": batch, "sequence": sequence, "stack": stack, "task": task}
-    bench = Workbench(settings, models, clusters, [Measured(*row) for row in measured], by)
+    bench = Workbench(TASKS.begun(settings, START), models, clusters, [Measured(*row) for row in measured], by)
     if plan is not None:
         bench.choose(plan)
     bench.complete()

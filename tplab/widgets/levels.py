@@ -11,6 +11,7 @@ import numpy as np
 from tplab.units import bytes_text, plain
 from tplab.widgets.curves import DASHES, Curves, Numbers, check_measured, draw_measured, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
+from tplab.widgets.paper.shown import numbers
 
 MARKS = "osD^"  # so that colour is not the only distinction
 MOST_RUNS = 8  # that are marked one by one on the axis
@@ -50,8 +51,13 @@ def levels(
     sentence    a description of the picture, which replaces it where none can be shown
     """
     check_measured(panels, measured, by)
+    every = (*panels.values(), *(predicted or {}).values())
+    for label, line in (pair for lines in every for pair in lines.items()):
+        if len(line) != 2:
+            raise ValueError(f"{label!r} is {line!r:.60}; give a pair of lists, the x and the y of every point")
+        x, y = (numbers(f"the {side} of {label!r}", given, 1) for side, given in zip("xy", line))
+        numbers(f"the y of {label!r}", y, 1, len(x))
     if doubling:
-        every = (*panels.values(), *(predicted or {}).values())
         _check_positive([x for lines in every for xs, _ in lines.values() for x in xs])
         _check_positive([x for points in (measured or {}).values() for x, _ in points])
     figure, axes = figure_of(panels, along)

@@ -16,6 +16,7 @@ from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, mix
 from tplab.widgets.paper.pen import Pen, text_width
+from tplab.widgets.paper.shown import a, numbers
 
 CELL_WIDTH, CELL_HEIGHT, MARGIN, GAP, SMALL_GAP = 46, 25, 18, 34, 12
 MAX_ROWS = MAX_COLUMNS = 8
@@ -118,7 +119,7 @@ class Matrices(Card):
 def matrices(arrays: Mapping[str, Any], title: str = "") -> Matrices:
     """Show a few small matrices of NumPy, torch or JAX side by side: {"X": x, "W": w}."""
     if not isinstance(arrays, Mapping):
-        raise TypeError(f'matrices takes arrays by name, as {{"X": x, "W": w}}, not a {type(arrays).__name__}')
+        raise TypeError(f'matrices takes arrays by name, as {{"X": x, "W": w}}, not {a(type(arrays))}')
     return Matrices([Panel(name, array) for name, array in arrays.items()], title)
 
 
@@ -142,13 +143,13 @@ def _grid(panel: Panel) -> _Grid:
         raise TypeError(f"{panel.title!r} has complex numbers; show their .real and .imag, each by itself")
     if hasattr(given, "detach"):  # a tensor of torch, which may need a gradient, be on a GPU, or have 16 bits
         given = given.detach().cpu().double()
-    array = np.asarray(given, float)
+    array = numbers(repr(panel.title), given)
     flat = array.reshape(math.prod(array.shape[:-1]), array.shape[-1] if array.ndim else 1)
     wrong = np.zeros(flat.shape, bool) if panel.wrong is None else np.asarray(panel.wrong, bool).reshape(flat.shape)
     cut = (slice(MAX_ROWS), slice(MAX_COLUMNS))
-    numbers = flat[cut]
-    cut_to = "" if numbers.size == flat.size else f", its first {numbers.shape[0]} × {numbers.shape[1]}"
-    return _Grid(panel.title + cut_to, numbers, wrong[cut])
+    shown = flat[cut]
+    cut_to = "" if shown.size == flat.size else f", its first {shown.shape[0]} × {shown.shape[1]}"
+    return _Grid(panel.title + cut_to, shown, wrong[cut])
 
 
 def _in_rows(grids: Sequence[_Grid], gap: float) -> list[list[_Grid]]:

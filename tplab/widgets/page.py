@@ -22,7 +22,7 @@ from tplab.widgets.gantt import Gantt, gantt
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.dark import darkened
-from tplab.widgets.paper.shown import way_out
+from tplab.widgets.paper.shown import a, way_out
 from tplab.widgets.schedule.papers import paper_name
 from tplab.widgets.score import words
 from tplab.widgets.score.score import score
@@ -110,7 +110,7 @@ def _compared(runs: Sequence[Any], thing: Any) -> tuple[str, str, list[Card]]:
         raise TypeError(f"to_html was given an empty {type(thing).__name__}; put at least one schedule into it")
     for run in runs:
         if not isinstance(run, Run):
-            raise _unknown(run, f", so a {type(thing).__name__} may only hold Schedules and Simulations")
+            raise _unknown(run, f", so {a(type(thing))} may only hold Schedules and Simulations")
     simulated = [run if isinstance(run, Simulation) else simulate(run) for run in runs]
     units = {"seconds" if run.costs.unit == "s" else "steps": paper_name(run.schedule.name) for run in simulated}
     if len(units) > 1:
@@ -130,7 +130,7 @@ def _named(run: Any, name: str) -> Any:
 
 def _unknown(thing: Any, so: str = "") -> TypeError:
     known = "a Trace, a Schedule, a Simulation, several of the last two, or a widget of tplab"
-    return TypeError(f"to_html shows {known}, not a {type(thing).__name__}{so}{way_out(thing, Trace)}")
+    return TypeError(f"to_html shows {known}, not {a(type(thing))}{so}{way_out(thing, Trace)}")
 
 
 def _page(title: str, sentence: str, cards: Sequence[Card]) -> str:

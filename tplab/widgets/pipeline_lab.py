@@ -10,7 +10,9 @@ import traitlets
 from tplab.schedules import Schedule, Simulation, to_csv
 from tplab.widgets.gantt import Gantt
 from tplab.widgets.paper.card import in_turn
+from tplab.widgets.paper.shown import numbers
 from tplab.widgets.schedule.papers import PAPERS
+from tplab.widgets.schedule.tasks import START, TASKS
 from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 
 
@@ -135,7 +137,8 @@ def pipeline_lab(
                     overlap=0.5 hides half of a forward behind the backward that it is paired with, as DualPipe can
                     do for the messages within a stage
     memory_limit    the most microbatches whose activations a rank may hold; None: any number
-    task            the task under the picture, by its name in the list there; the simulator decides when it is solved
+    task            the task under the picture, by its name in the list there; the simulator decides when it is solved.
+                    It begins with its own settings, except for those that you give
     Raises ScheduleError if the rule does not fit the numbers, and traitlets.TraitError for values outside the sliders.
     """
     settings: dict[str, Any] = dict(locals())
@@ -144,8 +147,8 @@ def pipeline_lab(
         if settings[name] is not None and not isinstance(settings[name], str):
             settings[name] = _put(settings["own"], settings[name])
     if not isinstance(stage_costs, str):
-        settings["stage_costs"] = ", ".join(f"{cost:g}" for cost in stage_costs)
-    return PipelineLab(settings)
+        settings["stage_costs"] = ", ".join(f"{cost:g}" for cost in numbers("stage_costs", stage_costs, 1))
+    return PipelineLab(TASKS.begun(settings, START))
 
 
 def _put(own: dict[str, str], given: Any) -> str:

@@ -42,6 +42,8 @@ def scatter(
     for dot in dots:
         if not all(0 < side < math.inf for side in dot[:2]):
             raise ValueError(f"{dot.name!r} has {dot[0]} s and {dot[1]} s; logarithmic axes need positive times")
+    if interval and not 0 < interval[0] <= interval[1] < math.inf:
+        raise ValueError(f"interval is {interval}; its first number is the smaller one, and both are above 0")
     figure, axes = figure_of(panels, "measured")
     drawn = count()
     least, most = (edge([side for dot in dots for side in dot[:2]]) for edge in (min, max))

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from tplab.errors import MeshError, SpecError
+from tplab.errors import MeshError, ShapeError, SpecError
 from tplab.mesh import Mesh
 from tplab.sharding import P, check_spec
 from tplab.units import count_text, counted
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.scene import packed
-from tplab.widgets.paper.shown import check_shown
+from tplab.widgets.paper.shown import a, check_shown, numbers
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.tensors import layout, picture
@@ -142,8 +142,12 @@ def shards(
     found = []
     for key, given in tensors.items():
         if not (isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], P)):
-            raise SpecError(f"{key} is {given!r}; give its shape and its P, as {key}=((8, 16), P('dp', None))")
-        sizes = tuple(int(size) for size in np.atleast_1d(given[0]))
+            what = a(type(given)) if hasattr(given, "shape") else repr(given)
+            raise SpecError(f"{key} is {what}; give its shape and its P, as {key}=((8, 16), P('dp', None))")
+        asked = np.atleast_1d(numbers(f"the shape of {key}", given[0], least=0))
+        sizes = tuple(int(size) for size in asked if size < np.inf)
+        if list(sizes) != asked.tolist():
+            raise ShapeError(f"the shape of {key} is {given[0]}; give whole numbers")
         check_spec(sizes, given[1], mesh)
         found.append(Tensor(key, sizes, given[1]))
     return Shards(mesh, found[0] if len(found) == 1 else product(found[0], found[1], mesh))

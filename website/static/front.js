@@ -60,7 +60,8 @@ if (form) {
   const asked = [...new URLSearchParams(location.search)];
   const boxes = asked.map(([name, value]) => form.querySelector(`[name="${CSS.escape(name)}"][value="${CSS.escape(value)}"]`));
   for (const box of boxes) if (box) box.checked = true;
-  if (boxes.some(Boolean)) choose();
+  const isWrong = asked.some(([name], place) => !boxes[place] && name in form.elements); // the link says what is shown
+  if (isWrong || boxes.some(Boolean)) choose(isWrong);
   form.addEventListener("change", choose);
 }
 

@@ -6,4 +6,6 @@ const SAME = [
 if (typeof Search !== "undefined") {
   const query = Search.query;
   Search.query = (words) => query(SAME.reduce((text, [written, found]) => text.replace(written, found), words));
+  const read = Search.htmlToText; // words of two elements stay apart
+  Search.htmlToText = (html, anchor) => read(html.replace(/<(?=\/?(?:a|button|div|h\d|label|legend|li|option|p|pre|t[dhr])\b)/g, " <"), anchor);
 }

@@ -240,6 +240,31 @@ OTHERS = (
         (("F.pad(y1[:, 1:], (0, 1), value=-100)",
           "F.pad(ids[:, 2:], (0, 1), value=-100).chunk(world, 1)[rank]"),),
     ),
+    Other(
+        "gate_and_up_in_one_cut", 2, ("loss",), ".chunk(2, -1)", "cut into other parts than what follows needs",
+        (("gate_up.chunk(world)[rank].clone()", "torch.cat([w.chunk(world)[rank] for w in gate_up.chunk(2)])"),),
+    ),
+    Other(
+        "one_branch_not_copied", 2, ("gradient",), "F.linear(first, self.b)", "the parts of all ranks are not added up",
+        (("copy = Copy.apply(h)", "h = copy = Copy.apply(h)"),),
+    ),
+    Other(
+        "spread_of_each_rank", 2, ("loss",), "mean = h.mean(0)", "and likewise at",
+        (("h.mean(0)\n", "dist.nn.functional.all_reduce(h.mean(0)) / world\n"),
+         ("(h - mean).square().mean(0)", "dist.nn.functional.all_reduce((h - mean).square().mean(0)) / world")),
+    ),
+    Other(
+        "labels_in_another_order", 2, ("loss",), "F.cross_entropy(", "not in the order in which ranks hold samples",
+        (("batch[:, 1:].chunk(world, 1)[rank]", "mine(batch[:, 1:])"),),
+    ),
+    Other(
+        "decay_of_flat_shards", 2, ("optimizer",), "torch.optim.AdamW(", "the weight decay is not what it is on one",
+        (("if p.ndim < 2 and (world > 1 or len(shapes[name]) < 2)", "if len(shapes[name]) < 2"),),
+    ),
+    Other(
+        "orders_of_their_own", 2, ("samples",), "in DataLoader(", "each rank takes its part of an order of its own",
+        (("7 + rank", "7"),),
+    ),
 )  # fmt: skip
 
 

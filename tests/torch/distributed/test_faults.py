@@ -22,6 +22,8 @@ from tests.torch.distributed.test_collectives import group_of
 from tplab import Mesh
 from tplab.errors import CollectiveMismatchError, DeadlockError, MeshError, RankError, ShapeError
 from tplab.torch import run
+from tplab.widgets import timeline
+from tplab.widgets.paper.wire import unpack
 
 HERE = "test_faults.py"
 
@@ -313,6 +315,16 @@ def wrong_key() -> None:
 def barrier_of_some() -> None:
     if rank_() == 0:
         dist.monitored_barrier(timeout=timedelta(hours=1))
+
+
+def test_the_trace_of_a_deadlock_says_how_it_ended():
+    """Before, its page looked like that of a run that went well."""
+    with pytest.raises(DeadlockError) as caught:
+        run(both_send_first, Mesh(world=2), distributed=True)
+    (said,) = caught.value.trace.warnings
+    assert said.startswith(f"the run ended with DeadlockError: {caught.value}\n")
+    assert said.endswith("\n2 messages shown as sent were never received")
+    assert unpack(timeline(caught.value.trace).score)[0]["warning"] == f"Warning: {said}."
 
 
 @pytest.mark.parametrize(

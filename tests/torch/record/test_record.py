@@ -180,6 +180,16 @@ def test_a_module_is_recorded_wherever_it_is_called(tmp_path: Path):
     assert merge(tmp_path / "tplab_trace").trace.title == "train"
 
 
+def test_without_torchrun_the_command_says_how_to_start_it(tmp_path: Path):
+    """Before, a script without torch.distributed recorded nothing, without a word."""
+    (tmp_path / "train.py").write_text("print(1)")
+    environment = {name: text for name, text in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tplab.record"]
+    for script, said in ((["train.py"], "start it with torchrun"), ([], "arguments are required: script (")):
+        ran = subprocess.run([*command, *script], cwd=tmp_path, env=environment, text=True, capture_output=True)
+        assert ran.returncode == 2 and said in ran.stderr and not ran.stdout
+
+
 def test_a_recording_has_to_begin_before_torch_distributed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recording = start(tmp_path)
     with pytest.raises(RuntimeError, match="already being recorded"):

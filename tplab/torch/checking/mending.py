@@ -18,6 +18,7 @@ from tplab.torch.checking.mended_steps import MendedSteps
 from tplab.torch.checking.names import address_of
 from tplab.torch.checking.origins import ADDS, CLAMPS
 from tplab.torch.private import graph_task, local_of
+from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.rank import this_rank
 
 _IN_PLACE = ("_", "__imul__", "__idiv__", "__itruediv__")
@@ -92,15 +93,21 @@ class Mending(MendedSteps):
             self._later.append(lambda: _written(args[0], func(*args, **kwargs)))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
-            if one.combine:
-                continue
-            args = tuple(self._wrapped(one, x, args) for x in args)
+            if one.combine == "copies":  # which enter what ranks share
+                with torch.no_grad():
+                    made = next(tensors_in(func(*args, **kwargs)), None) if not name.endswith("_") else None
+                if made is None or self._are_alike(made, one):
+                    continue
+            if one.combine != "function":
+                args = tuple(self._wrapped(one, x, args) for x in args)
         if name in MATMULS and any(self._of("gather", line=line)):
             args = args[0], self._gathered(args[1])
         found = func(*args, **kwargs)
         for one in self._of("cast", line=line) if graph_task() == -1 else ():
-            if name in one.names and isinstance(found, Tensor) and found.is_floating_point():
-                found = self._cast(found, one.combine, one.group_of(self.rank), one.by)
+            first = next(tensors_in(found), None)  # of those that max returns, too
+            if name in one.names and first is not None and first.is_floating_point():
+                combined = self._cast(first, one.combine, one.group_of(self.rank), one.by)
+                found = type(found)((combined, *found[1:])) if isinstance(found, tuple) else combined
         if name in MULTIPLIES and any(self._of("factor", "numbers", line=line)):
             by = times(name, args) or times(name, (None, *args[1:2]))
             for one in self._of("factor", line=line):
@@ -114,7 +121,7 @@ class Mending(MendedSteps):
     def applied(self, line: str, returned: str, found: Any) -> Any:
         """The results of an autograd function that is applied at a line, and whose backward pass returns at another."""
         for one in self._of("dual") if self._repairs and graph_task() == -1 else ():
-            if one.line in (line, returned):
+            if one.line in (line, returned) and one.combine != "copies":
                 many = found if isinstance(found, tuple) else (found,)
                 many = tuple(self._back(one, x) if isinstance(x, Tensor) and x.requires_grad else x for x in many)
                 found = many if isinstance(found, tuple) else many[0]
@@ -135,7 +142,14 @@ class Mending(MendedSteps):
         has_named = any(
             isinstance(y, Tensor) and y.is_leaf and self._watched.names.known(id(y)) in one.names for y in args
         )
-        return self._back(one, x) if (name in one.names if x.is_leaf else not has_named) else x
+        is_meant = name in one.names if x.is_leaf else not has_named
+        if one.combine == "copies":
+            is_meant = self._are_alike(x, one)
+        return self._back(one, x) if is_meant else x
+
+    def _are_alike(self, x: Tensor, one: Repair) -> bool:
+        held = self._exchanged("alike", local_of(x).detach().clone())
+        return all(torch.equal(local_of(x), held[rank]) for rank in one.group_of(self.rank))
 
     def _back(self, one: Repair, x: Tensor) -> Tensor:
         """The same, whose gradient is the sum over the rank's group, times a factor."""
@@ -183,6 +197,8 @@ class Mending(MendedSteps):
     def _cast(self, x: Tensor, how: str, group: Sequence[int], by: float = 1.0) -> Tensor:
         """What ranks have, combined; on the way back, the sum of the gradients of the result, times a factor."""
         held = self._exchanged("cast", x.detach().clone())
+        if x.numel() > 1 and all(torch.equal(x, held[rank]) for rank in group):
+            return x  # another operation at this line, of the same name
         value = _COMBINED[how](torch.stack([x if rank == self.rank else held[rank] for rank in group]))
         if not x.requires_grad:
             return value

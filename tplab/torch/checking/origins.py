@@ -4,7 +4,7 @@ and clips them, and keeps averages of its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -105,11 +105,12 @@ _LINE = "_tplab_shifted_at"
 class ByHand:
     """Notes the lines of one rank's step at which it does so.
 
-    is_measured   is called where the script takes a norm of its gradients
+    is_measured   is called with what the script takes a norm of
     """
 
-    def __init__(self, names: Names, origins: Origins, is_measured: Callable[[], None]):
-        self._names, self._origins, self._is_measured = names, origins, is_measured
+    def __init__(self, names: Names, origins: Origins, is_measured: Callable[[Sequence[Tensor]], None],
+                 normed: Mapping[int, Tensor]):  # fmt: skip
+        self._names, self._origins, self._is_measured, self._normed = names, origins, is_measured, normed
 
     def see(self, func: Any, args: Sequence[Any], found: Any, step: Step, moment: str, inside: set[CodeType]) -> None:
         """A function of torch was called.
@@ -153,12 +154,13 @@ class ByHand:
         if name in NORMS:
             is_number = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.numel() == 1)
             if is_number and many[0].is_floating_point() and many[0].numel() > 1:
-                self._is_measured()
+                self._is_measured(many)
             if is_number and "scale" not in step.lines and sum(x.numel() for x in many) > 1:
                 step.lines["norm"] = self._origins.here()
             return
         x = many[0]
-        if x.is_meta or self._names.at(address_of(x))[0] != "gradient":
+        at = address_of(x)
+        if x.is_meta or (self._names.at(at)[0] != "gradient" and at not in self._normed):
             return
         if name in CLAMPS:
             step.lines["clamp"] = self._origins.here()

@@ -153,7 +153,7 @@ class _Doctor:
             if _is_certain(report):
                 return report
             other = self._later(parts=self.ours.mesh.size)
-            return _proven(diagnosed(ours, other), lambda repairs: diagnosed(again(repairs), other))
+            return _proven(diagnosed(ours, other), lambda repairs: diagnosed(again(repairs), other), can_trace=False)
         except NotRun as error:
             return error.report(about)
 
@@ -248,19 +248,22 @@ class _Doctor:
         return cannot_tell("the reference does not take the weights and samples of the ranks", about=self.about)
 
     def _mended(
-        self, diagnosis: Callable[..., Diagnosis], known: Any, given: dict[str, Any], repairs: Sequence[Repair]
-    ) -> SameModel:
-        """The report of another run with these repairs. known: what is seen of the reference without them, twice"""
+        self, diagnosis: Callable[..., Diagnosis], known: Any, given: dict[str, Any], repairs: Sequence[Repair],
+        step: int | None = None,
+    ) -> SameModel:  # fmt: skip
+        """The report of another run with these repairs. known: what is seen of the reference without them, twice; step:
+        of which every operation is to be seen"""
         mine, theirs = ([one for one in repairs if one.of_reference == of_reference] for of_reference in (False, True))
         traced = next((one.times for one in mine if one.kind == "put"), None)
         seen = self.ours.seen(repairs=mine, traced=traced)
         if theirs:
             known = (self.theirs.seen(**given, repairs=theirs),) * 2
-        return diagnosis(seen, *known).report()
+        trails = None if step is None else self._trails(step, given, mine)
+        return diagnosis(seen, *known, trails=trails).report()
 
-    def _trails(self, step: int, given: dict[str, Any]) -> Trails:
+    def _trails(self, step: int, given: dict[str, Any], repairs: Sequence[Repair] = ()) -> Trails:
         """Every operation of one step, from another run of both up to there."""
-        ours = self.ours.watched(traced=step).trails
+        ours = self.ours.watched(traced=step, repairs=repairs).trails
         try:
             theirs = self.theirs.watched(**given, traced=step).trails
         except NotRun:  # it does not take them
@@ -268,16 +271,16 @@ class _Doctor:
         return Trails([ours[rank] for rank in self.ours.mesh.ranks], theirs[0])
 
 
-def _proven(report: SameModel, again: Callable[[Sequence[Repair]], SameModel]) -> SameModel:
+def _proven(report: SameModel, again: Callable[..., SameModel], can_trace: bool = True) -> SameModel:
     """The same with proven causes. again: the report of another run with these repairs, which may fail"""
 
-    def or_none(repairs: Sequence[Repair]) -> SameModel | None:
+    def or_none(*how: Any) -> SameModel | None:
         try:
-            return again(repairs)
+            return again(*how)
         except (NotRun, NeedsWeights, NeedsSamples):
             return None
 
-    return proven(report, or_none)
+    return proven(report, or_none, or_none if can_trace else None)
 
 
 def _is_certain(report: SameModel) -> bool:

@@ -47,19 +47,23 @@ class Recorder:
         name = getattr(func, "__name__", "")
         is_hidden = bool(self._inside) and not self._inside[-1].returned
         if name in _SILENT or is_hidden or not self._is_on() or graph_task() != -1 or transform() is not None:
-            return run(func, args, kwargs)
+            found = run(func, args, kwargs)
+            if name == "__get__" and isinstance(found, Tensor) and id(args[0]) in self._made:  # as x.T
+                self._made.setdefault(id(found), self._made[id(args[0])])
+                self._kept.append(found)
+            return found
         op = self._begin(name, args, kwargs)
         args = tuple(self._put[op.key, at].to(x) if (op.key, at) in self._put else x for at, x in enumerate(args))
         found = self._placed(op, run(func, args, kwargs))
         self._note(op, args[0] if name == "__setitem__" else found)
         return found
 
-    def _placed(self, op: Op, found: Any) -> Any:
+    def _placed(self, op: Op, found: Any, place: int = 0) -> Any:
         """The result of an operation, or what it is to be: its gradient stays what it was."""
-        if (value := self._put.get(op.key)) is None:
-            return found
         if isinstance(found, tuple):
-            return (self._placed(op, found[0]), *found[1:])
+            return type(found)(self._placed(op, x, place) for place, x in enumerate(found))
+        if (value := self._put.get((op.key, ~place) if place else op.key)) is None:
+            return found
         value = value.to(found)
         if op.key[1].endswith("_") and not op.key[1].endswith("__"):  # it has written to a tensor
             with torch.no_grad():

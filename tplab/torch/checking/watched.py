@@ -36,7 +36,7 @@ class Watched(WatchedSteps):
 
     def __init__(self, plan: Plan, seen: Seen):
         super().__init__(plan, seen)
-        self.by_hand = ByHand(self.names, self.origins, self.measure)
+        self.by_hand = ByHand(self.names, self.origins, self.measure, self.normed)
         self.inside = set[Any]()
         self._trains = False
 
@@ -196,6 +196,8 @@ class Watched(WatchedSteps):
                 value = float(local_of(x).detach())
             if moment in ("backward", "reduction") and x.dtype in (torch.bfloat16, torch.float16):
                 self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on their way
+        if moment == "reduction" and size > 1:
+            self.normed.clear()
         if moment == "reduction" and self.is_measured and x is not None and (on == "gradient" or x.numel() > 1):
             self.is_measured = False  # what was measured, or clipped, is not what is added up over ranks
             if on == "gradient" and "clip" in self.step.lines:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from tplab.checking.recording import Piece, Seen, Step
 from tplab.torch.checking.made import made, terms
 from tplab.torch.checking.mending import Mending
-from tplab.torch.checking.names import Names, parameters_of
+from tplab.torch.checking.names import Names, address_of, parameters_of
 from tplab.torch.checking.origins import Origins
 from tplab.torch.checking.pending import Draws, Pending
 from tplab.torch.checking.pieces import is_reduced, is_there, nudged, piece_of, put_piece, reduced, sampled
@@ -32,6 +33,7 @@ class WatchedSteps:
     has_enough  whether it is not watched any more
     step        the step that is going on
     computed    what modules have returned in it, by id: no sample
+    normed      of what the script has taken a norm before it gave it to its parameters, by address: a copy
     """
 
     def __init__(self, plan: Plan, seen: Seen):
@@ -53,6 +55,7 @@ class WatchedSteps:
         self._detached, self.computed = dict[int, Tensor](), dict[int, Tensor]()
         self._num_backward = 0
         self._backward_in = set[CodeType]()
+        self._old, self.normed = dict[int, Any](), dict[int, Tensor]()
         self.is_measured = self._has_begun = self.has_enough = False
 
     def line(self) -> str:
@@ -146,6 +149,7 @@ class WatchedSteps:
         if not self._goes_on():
             return grads
         self.is_measured = False
+        self.normed.clear()
         first = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
         line = self.line()
         self.recorder.begin_backward(first)
@@ -179,14 +183,23 @@ class WatchedSteps:
                 self.step.gradients |= self._gradients(parameters)
         self.is_measured = True
 
-    def measure(self) -> None:
-        """A norm of the gradients is taken: what changes them from now on, such as a clip, does so by their size."""
+    def measure(self, tensors: Sequence[Tensor]) -> None:
+        """A norm of these is taken: what changes gradients from now on, such as a clip, does so by their size. They may
+        be gradients that the script gives to its parameters only afterwards."""
         parameters = parameters_of(self._made)
         if self.is_measured or not all(p.grad is None or is_reduced(p.grad, p) for p in parameters):
             return
         with self.looks():
+            if not any(p.grad is not None and self._is_new(p) for p in parameters):
+                self.normed.update((address_of(x), x.detach().clone()) for x in tensors)
+                return
             self.step.gradients = self._gradients(parameters)
         self.is_measured = True
+
+    def _is_new(self, parameter: Any) -> bool:
+        """Whether its gradient is another tensor than at the end of the last step, or was written to since."""
+        old, version = self._old.get(id(parameter), (lambda: None, 0))
+        return old() is not parameter.grad or version != parameter.grad._version
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._inside is not None:
@@ -199,7 +212,10 @@ class WatchedSteps:
         self.mending.before_step(optimizer)
         with self.looks():
             finals = self._gradients(parameters)
-            if self.is_measured:
+            given = {p: self.normed.get(address_of(p.grad)) for p in parameters if p.grad is not None}
+            before = {p: x for p, x in given.items() if x is not None and x.shape == p.grad.shape}
+            self.step.gradients |= self._pieces((self.names.of(p), reduced(x, p)) for p, x in before.items())
+            if self.is_measured or before:
                 self.step.finals |= finals
                 finals = {name: piece for name, piece in finals.items() if name not in self.step.gradients}
             self.step.gradients |= finals
@@ -262,6 +278,9 @@ class WatchedSteps:
         self._draws.close(self.seen.num_steps, step)
         self.seen.steps.append(step)
         self.step, self._num_backward, self.is_measured = Step(), 0, False
+        self.normed.clear()
+        every = parameters_of(self._optimizers.values())
+        self._old = {id(p): (weakref.ref(p.grad), p.grad._version) for p in every if p.grad is not None}
         self.computed.clear()
 
     def close(self) -> None:

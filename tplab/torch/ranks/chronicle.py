@@ -14,6 +14,7 @@ from tplab.mesh import Mesh
 from tplab.trace.journal import Doing
 from tplab.trace.recorder import Recorder, When
 from tplab.trace.trace import Trace
+from tplab.units import counted
 
 
 class Chronicle:
@@ -30,6 +31,7 @@ class Chronicle:
         self.bursts: list[Burst] = []
         self.overlaps = False
         self._cluster, self._clock = cluster, clock
+        self._failure: list[str] = []
 
     @cached_property
     def trace(self) -> Trace:
@@ -45,8 +47,15 @@ class Chronicle:
             cluster=name,
             times=self._when,
             figures=figures,
-            warnings=self.warnings,
+            warnings=self._failure + self.warnings,
         )
+
+    def failed(self, why: str, lost: Sequence[int]) -> None:
+        """Record that the run ended with this error, and the messages that were never received."""
+        note = f"\n{counted(len(lost), 'message')} shown as sent {'was' if len(lost) == 1 else 'were'} never received"
+        self._failure = [f"the run ended with {why}{note if lost else ''}"]
+        for message in lost:
+            self.recorder.lost(message)
 
     @cached_property
     def warnings(self) -> list[str]:

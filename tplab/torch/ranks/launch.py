@@ -73,8 +73,7 @@ def run_on_simulated_ranks(
         if (error := unmet(world.groups.values())) is not None:
             raise error
     except TplabError as error:
-        for message in not_received(world.groups.values()):
-            chronicle.recorder.lost(message)
+        chronicle.failed(f"{type(error).__name__}: {error}", [*not_received(world.groups.values())])
         error.make_trace = lambda: chronicle.trace
         raise
     finally:

@@ -41,7 +41,7 @@ def raised(rank: int, error: BaseException, kind: str, text: str, line: str | No
     if isinstance(error, TplabError) and not isinstance(error, _OF_A_RUN):
         error.add_note(f"on rank {rank} {mesh.coordinates(rank)}{at}")
         return error
-    found = RankError(f"rank {rank} raised {kind}{at}: {text}", rank)
+    found = RankError(f"rank {rank} raised {kind}{at}{text and f': {text}'}", rank)
     found.__cause__ = error
     return found
 

@@ -28,7 +28,7 @@ class Merged:
     trace        what all ranks did, in seconds from the first operation
     doubt        by how many seconds the clocks of two ranks may still differ at some time in the run; 0 on one machine
     unfinished   what had not finished when the files end, and which ranks take part in it: the reason why a run hung.
-                 Also, where ranks called different collectives, and which files break off
+                 Also, where ranks called different collectives, and which files break off. The trace's warnings, too
     """
 
     trace: Trace
@@ -66,7 +66,8 @@ def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
     _leave_out_the_start(files, offsets)
     journals = _journals(files, meetings, mesh)
     journals = [journal.shift(offset) for journal, offset in zip(journals, offsets, strict=True)]
-    return Merged(trace_of(journals, mesh, files[0].about.title), doubt, [*unfinished(files, meetings, mesh)])
+    found = [*unfinished(files, meetings, mesh)]
+    return Merged(trace_of(journals, mesh, files[0].about.title, found), doubt, found)
 
 
 # --- the files -------------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def _read_all(folder: Path) -> list[RankFile]:
     paths = sorted(folder.glob("rank*.jsonl"))
     if not paths:
         what = f"there is no folder {folder}" if not folder.is_dir() else f"{folder} has no files rank*.jsonl"
-        raise TraceError(f"{what}; tplab.torch.record writes one for each rank of a run")
+        raise TraceError(f"{what}; tplab.record writes one for each rank of a run")
     files = [read(path) for path in paths]
     _, newest = max(zip(paths, files, strict=True), key=lambda pair: pair[0].stat().st_mtime)
     for path, file in zip(paths, files, strict=True):

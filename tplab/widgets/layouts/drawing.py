@@ -63,7 +63,15 @@ def plan_map(bench: Workbench) -> Scene:
     sheet.text(left - 6, 5, "GiB", size=10, fill=DIM, anchor="rm")
     sheet.text(right, TALL - 6, "seconds per step", size=10, fill=DIM, anchor="rm")
     dashes(sheet, left, right, limit)
-    sheet.text(right - 4, limit - 9, f"a GPU has {plain(bench.limit)} GiB", size=10, fill=DIM, anchor="rm")
+    room, marks = f"a GPU has {plain(bench.limit)} GiB", [(across(seconds[plan]), up(gib[plan])) for plan in plans]
+    room_wide = sheet.width_of(room, 10)
+    ends = range(right - 4, math.ceil(left + room_wide), -8)  # of its text: where no plan is under it
+    free = (
+        (end, y) for y in (limit - 9, limit + 10) for end in ends
+        if not any(end - room_wide - 7 < x < end + 7 and abs(up_there - y) < 12 for x, up_there in marks)
+    )  # fmt: skip
+    room_x, room_y = next(free, (right - 4, limit - 9))
+    sheet.text(room_x, room_y, room, size=10, fill=DIM, anchor="rm")
     front = sorted((across(seconds[plan]), up(gib[plan])) for plan in plans if found["front"][plan])
     corners = [corner for (_, y), (x, low_y) in pairwise(front) for corner in ((x, y), (x, low_y))]
     sheet.line([*front[:1], *corners], mix(DIM, 0.6), 1)
@@ -86,6 +94,8 @@ def plan_map(bench: Workbench) -> Scene:
         x, y, wide = across(seconds[plan]), up(gib[plan]), sheet.width_of(words, 11, bold=True)
         _ring(sheet, x, y, radius, colour, line=2.2)
         begin = x - radius - 4 - wide if is_left else x + radius + 4
+        if begin < room_x and room_x - room_wide < begin + wide and abs(y - rise - room_y) < 13:
+            rise = -rise  # on the other side of the plan
         sheet.box(begin - 2, y - rise - 7, wide + 4, 14, fill=PAPER, radius=3)
         sheet.text(begin, y - rise, words, size=11, bold=True, anchor="lm")
 

@@ -77,7 +77,7 @@ def no_gathering(one: Forecast, best: Forecast) -> Iterator[Claim]:
 
 def long(one: Forecast, best: Forecast) -> Iterator[Claim]:
     tokens = START["batch"] * START["sequence"]
-    yield at_least("a sequence has {} tokens", one.sequence, 131072)
+    yield at_least("a sequence has {:token}", one.sequence, 131072)
     given, words = one.batch * one.sequence, f"a step has {one.batch * one.sequence:,} tokens"
     yield Claim(given == tokens, words if given == tokens else f"{words}, and it must have {tokens:,}")
     yield fits(one)
@@ -101,16 +101,16 @@ def faster(one: Forecast, best: Forecast) -> Iterator[Claim]:
 
 
 def scale(one: Forecast, best: Forecast) -> Iterator[Claim]:
-    yield fits(one)
+    memory = at_most("the fullest rank holds {} GiB", one.peak.total / GIB, 60, "it may hold {} GiB at most")
+    yield memory if one.surely_fits else fits(one)
     says = "the model's own work is {}% of what the GPUs could do (MFU)"
     yield at_least(says, 100 * one.mfu, 50, "it must be {}% at least")
-    yield at_most("the fullest rank holds {} GiB", one.peak.total / GIB, 60, "it may hold {} GiB at most")
-    yield at_most("a step has {} sequences", one.batch, 1024, "it may have {} at most")
+    yield at_most("a step has {:sequence}", one.batch, 1024, "it may have {} at most")
 
 
 def experts(one: Forecast, best: Forecast) -> Iterator[Claim]:
     yield fits(one)
-    yield at_least("the experts of a layer are over {} ranks", one.plan.ep, 8, "it must be {} at least")
+    yield at_least("the experts of a layer are over {:rank}", one.plan.ep, 8, "it must be {} at least")
     yield slower(one, best, 15)
 
 

@@ -72,7 +72,8 @@ class Warned:
     """A trace's warnings, in lines for a picture `width` wide. `height` is their height; 0 without any."""
 
     def __init__(self, text: str, width: float):
-        self._lines = textwrap.wrap(text, int((width - 2 * MARGIN - 10) / 6.2))
+        most = int((width - 2 * MARGIN - 10) / 6.2)
+        self._lines = [line for said in text.splitlines() for line in textwrap.wrap(said, most)]
         self.height = _LINE * len(self._lines) + 8 if self._lines else 0
 
     def draw(self, sheet: Sheet, top: float) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, SupportsFloat
 
 import traitlets
 
@@ -12,8 +11,7 @@ class Step(traitlets.Float):
     """A position in steps, from 0 to the widget's `num_steps`; fractions are within a step."""
 
     def validate(self, obj: Any, value: Any) -> float:
-        position = super().validate(obj, float(value) if isinstance(value, int) else value)
         last = obj.num_steps
-        if not (math.isfinite(position) and 0 <= position <= last):
-            raise traitlets.TraitError(f"step is {value!r}, and this trace has steps 0 to {last}; give one of those")
-        return position
+        if not isinstance(value, SupportsFloat) or not 0 <= float(value) <= last:
+            raise traitlets.TraitError(f"step is {value!r}, and there are steps 0 to {last}; give one of those")
+        return float(value)

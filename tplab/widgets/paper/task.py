@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tplab.units import plain
+from tplab.units import plain, plural
 
 
 class Claim(NamedTuple):
@@ -18,7 +18,8 @@ class Claim(NamedTuple):
 
 
 def at_most(says: str, value: float, most: float, wants: str = "it may be {} at most") -> Claim:
-    """`says` and `wants` are texts with a place for their number: "the bubble is {}%", "it may be {}% at most"."""
+    """`says` and `wants` are texts with a place for their number, which may have its noun, as
+    in "{:step}": "the bubble is {}%", "it may be {}% at most"."""
     return _compared(says, value, value <= most or math.isclose(value, most), wants, most)
 
 
@@ -31,10 +32,17 @@ def below(says: str, value: float, bound: float, wants: str = "it must be below 
 
 
 def _compared(says: str, value: float, holds: bool, wants: str, bound: float) -> Claim:
-    text = said(value)
+    text = _Amount(said(value))
     if text == said(bound) and not math.isclose(value, bound):
-        text = f"{value:.6g}"  # with fewer digits, the two would look equal
+        text = _Amount(f"{value:.6g}")  # with fewer digits, the two would look equal
     return Claim(holds, says.format(text) if holds else f"{says.format(text)}, and {wants.format(said(bound))}")
+
+
+class _Amount(str):
+    """A number whose place in a text may have its noun: "{:microbatch}" becomes "1 microbatch", "2 microbatches"."""
+
+    def __format__(self, noun: str) -> str:
+        return f"{self!s} {noun if self == '1' else plural(noun)}" if noun else str(self)
 
 
 def said(value: Any) -> str:
@@ -99,6 +107,12 @@ class Tasks:
         if name != "" and name not in self.by_name:
             raise ValueError(f"task is {name!r}; it must be one of {', '.join(self.by_name)}, or empty for none")
 
+    def begun(self, settings: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+        """These settings with those that their task begins with, in place of the usual ones."""
+        task = self.by_name.get(settings["task"])
+        start = {} if task is None else task.start
+        return {**settings, **{name: value for name, value in start.items() if settings[name] == usual[name]}}
+
     def verdict(self, settings: Mapping[str, Any], impossible: str, *computed: Any) -> dict[str, Any]:
         """The verdict on the task in the settings; {} if there is none. `impossible`: why `computed` does not belong to
         these settings, "" if it does."""
@@ -106,7 +120,7 @@ class Tasks:
         if task is None:
             return {}
         if impossible:
-            return {"task": task.name, "is_solved": False, "text": f"Not yet: {impossible.removesuffix('.')}."}
+            return {"task": task.name, "is_solved": False, "text": "Not yet: these settings are impossible."}
         return task.verdict(settings, *computed)
 
     def shown(self) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from tplab.units import plain, time_text
 from tplab.widgets.paper.legend import IDLE, OTHER_WORK, Key, actions
 from tplab.widgets.paper.palette import KINDS, PAPER
 from tplab.widgets.paper.scene import packed
+from tplab.widgets.paper.shown import a
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact
 from tplab.widgets.schedule.papers import paper_name
@@ -105,8 +106,7 @@ def overlay(
             raise ScheduleError("the comparison is of another trace: its actions ran at other times than in this one")
     else:
         raise TypeError(
-            f"predicted is a {type(predicted).__name__}; give a run, simulate(schedule, costs), or "
-            "compare(schedule, trace)"
+            f"predicted is {a(type(predicted))}; give a run, simulate(schedule, costs), or compare(schedule, trace)"
         )
     run, schedule = beside.predicted, beside.predicted.schedule
     begin = float(run.start.min())

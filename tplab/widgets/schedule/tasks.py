@@ -29,11 +29,11 @@ def bubble(run: Simulation) -> tuple[str, float]:
 
 def held(run: Simulation, most: float) -> Claim:
     peak = float(run.peak_activations.max())
-    return at_most("a rank holds {} microbatches at once", peak, most, "it may hold {} at most")
+    return at_most("a rank holds {:microbatch} at once", peak, most, "it may hold {} at most")
 
 
 def steps(run: Simulation, most: float, why: str = "it may take {} at most") -> Claim:
-    return at_most("the makespan is {} steps", run.makespan, most, why)
+    return at_most("the makespan is {:step}", run.makespan, most, why)
 
 
 def whole_backward(run: Simulation) -> Claim:
@@ -71,7 +71,7 @@ def one_more_forward(run: Simulation) -> Iterator[Claim]:
 
 
 def exchange(run: Simulation) -> Iterator[Claim]:
-    yield below("the makespan is {} steps", run.makespan, beside(run, "gpipe").makespan, "it must be below GPipe's {}")
+    yield below("the makespan is {:step}", run.makespan, beside(run, "gpipe").makespan, "it must be below GPipe's {}")
     yield held(run, 5)
 
 
@@ -83,7 +83,7 @@ def half(run: Simulation) -> Iterator[Claim]:
 
 def even(run: Simulation) -> Iterator[Claim]:
     apart = float(run.peak_activations.max() - run.peak_activations.min())
-    says = "one rank holds {} microbatches more than another" if apart else "all ranks hold equally many microbatches"
+    says = "one rank holds {:microbatch} more than another" if apart else "all ranks hold equally many microbatches"
     yield at_most(says, apart, 0.5, "it may hold {} more at most")
     yield held(run, 3)
     yield steps(run, beside(run, "one_f_one_b").makespan, "1F1B takes {}")

@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, SupportsFloat
 
 from tplab.errors import ScheduleError, TplabError
 from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, faults, simulate, to_csv
@@ -106,7 +106,7 @@ class Workbench:
         try:
             self._answer()
         except TplabError as error:
-            self.notice, self.is_stale = str(error), True
+            self.notice, self.is_stale = str(error).replace("stage_costs", "cost of each stage"), True
 
     def _show(self, runs: list[Simulation]) -> None:
         self.runs = runs
@@ -136,7 +136,14 @@ class Workbench:
     # --- by hand -------------------------------------------------------------------------------------------------
 
     def move(self, rank: int, index: int, to: int) -> bool:
-        """Move the action at `index` of a rank's row to index `to`. If that is not legal, `notice` says why."""
+        """Move the action at `index` of a rank's row to index `to`, or to the end of the row that is nearest to it. If
+        that is not legal, `notice` says why."""
+        row = self.schedule.by_rank()[rank] if 0 <= rank < self.schedule.num_ranks else []
+        if index == min(max(to, 0), len(row) - 1) != to and index >= 0:
+            end = "first" if index == 0 else "last"
+            self.notice = f"{in_words(row[index])} is already the {end} action of rank {rank}"
+            return False
+        to = min(max(to, 0), len(row) - 1)
         return self._change(lambda: self.schedule.moved(rank, index, to), "not legal: ")
 
     def paste(self, text: str) -> bool:
@@ -272,7 +279,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         chosen = settings[name]
         known = [*RULES, AUTO, *own, *([EDITED] if name == "rule" else [])]
         if chosen not in known and not (name == "compare" and chosen is None):
-            raise ValueError(f"{name} is {chosen!r}; it must be one of {', '.join(known)}")
+            meant = [rule for rule, paper in PAPERS.items() if str(chosen).lower() == paper.lower()]
+            way_out = f"did you mean {meant[0]}?" if meant else f"it must be one of {', '.join(known)}"
+            raise ValueError(f"{name} is {chosen!r}; {way_out}")
     for name, (least, most, _) in LIMITS.items():
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
@@ -281,8 +290,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a whole number")
     if not isinstance(settings["stage_costs"], str):
         raise ValueError(f"stage_costs is {settings['stage_costs']!r}; it must be text, such as '1, 1, 1, 2'")
-    limit = settings["memory_limit"]
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+    check_limit(settings["memory_limit"])
+
+
+def check_limit(limit: Any) -> None:
+    """Raise ValueError unless this can be a memory limit."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, SupportsFloat) or not float(limit) > 0):
         raise ValueError(f"memory_limit is {limit!r}; it must be None or a number above 0")
 
 

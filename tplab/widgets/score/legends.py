@@ -18,7 +18,7 @@ def of_animation(score: Score) -> list[Key]:
         return [*sent, *actions(score.action_kinds - {F}), Key("activations that a rank holds", *kept)]
     if not score.items:
         return []
-    keys = [Key("held", *kept), Key("arriving", edge=HUES[0], sign="dashed")]
+    keys = [Key("has been here" if score.tells_past else "held", *kept), Key("arriving", edge=HUES[0], sign="dashed")]
     if any(len(pool) > 1 for item in score.items for pool in item.pools):
         named = score.trace.mesh.size <= 8 and not score.shows_numbers  # as they are written in cells
         parts = Key(f"{'0+1: the ranks ' * named}whose parts are in it", HUES[0], sign="parts")

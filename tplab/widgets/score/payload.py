@@ -85,6 +85,7 @@ def _about(score: Score) -> dict[str, Any]:
         **({"types": trace.codes("types")[0]} if _has_types(score) else {}),
         "computes": score.computes,
         "pipeline": score.is_pipeline,
+        "tells_past": score.tells_past,
         "shapes": _tensors(score)[0],
     }
 

@@ -199,7 +199,19 @@ class Score:
         if len(hows) == 1 and any(item.how not in hows for item in self.items):
             made += f" in {', '.join(item.name for item in self.items if item.how in hows)}"
         unknown = ", as far as it is known" if self._has_unknown else ""
-        return f"what each rank holds{made}{unknown}{self._values_kept}"
+        return f"{self.table_title}{made}{unknown}{self._values_kept}"
+
+    @property
+    def table_title(self) -> str:
+        return "what has been on each rank" if self.tells_past else "what each rank holds"
+
+    @cached_property
+    def tells_past(self) -> bool:
+        """Whether it is only known what has been on a rank: it sends whole pieces to which nothing is added, and a
+        trace does not tell whether the program keeps them, as a gather does, or overwrites them, as in a loop."""
+        return not self.is_pipeline and any(
+            item.origin >= 0 and all(len(pool) == 1 for pool in item.pools) for item in self.items
+        )
 
     @cached_property
     def _has_unknown(self) -> bool:

@@ -70,7 +70,7 @@ def draw(score: Score) -> Scene | None:
         left, top, gap = 48, 20, 4 if num_columns <= 4 else 3
     caption = textwrap.wrap(score.table_caption, int(max(left + num_columns * (width + gap), 260) / 5.6))
     across = math.ceil(max(left + num_columns * (width + gap), 6.2 * max(map(len, caption))))
-    sheet = Scene(across, math.ceil(top + rows * (height + gap)) + 15 * len(caption) + 3, "what each rank holds")
+    sheet = Scene(across, math.ceil(top + rows * (height + gap)) + 15 * len(caption) + 3, score.table_title)
     left += (across - left - num_columns * (width + gap)) / 2
     grid, every = Grid(left, top, width, height, gap), 8 if small else 1
     for rank in range(0, rows, every):

@@ -78,7 +78,8 @@ def busy(score: Score) -> np.ndarray:
 def facts(score: Score, critical: np.ndarray | None = None) -> list[tuple[str, str, str]]:
     """The figures of a timeline: (what, figure, note). critical: the bars of the critical path, in order."""
     bars, unit = score.bars, score.trace.unit
-    found = [("makespan", time_text(score.trace.makespan, unit), "steps" * (unit == "steps"))]
+    steps = "" if unit == "s" else "step" if score.trace.makespan == 1 else "steps"
+    found = [("makespan", time_text(score.trace.makespan, unit), steps)]
     if score.computes:
         shares = 100 * busy(score)
         found.append(("busy", f"{range_text(shares.round(1).tolist(), plain)}%", "of the makespan, per rank"))
@@ -86,7 +87,8 @@ def facts(score: Score, critical: np.ndarray | None = None) -> list[tuple[str, s
     if critical is not None and len(critical):
         spent = (bars["end"] - bars["start"])[critical]
         computing = spent[bars["kind"][critical] == COMPUTE].sum() / (spent.sum() or 1.0)
-        found.append(("critical path", f"{len(critical):,}", f"bars, {plain(round(100 * computing))}% of it computing"))
+        number, noun = counted(len(critical), "bar").split()
+        found.append(("critical path", number, f"{noun}, {plain(round(100 * computing))}% of it computing"))
     return found
 
 

@@ -34,7 +34,7 @@ function describe(score, now, { flight, rank, item }, values) {
   }
   const passed = score.hold_state[hold] === PASSED, part = partOf(score, hold);
   const which = part ? `, part ${part[0]} of ${part[1]} of the whole (counted from 0)` : "";
-  return [["", `rank ${rank} ${passed ? "has passed on" : "holds"} ${what}${which}`], ["started on", born], ...contents(score, hold, values)];
+  return [["", `rank ${rank} ${passed ? "has passed on" : score.tells_past ? "has had" : "holds"} ${what}${which}`], ["started on", born], ...contents(score, hold, values)];
 }
 
 // What a rank is doing now, and what it has sent.

@@ -115,7 +115,7 @@ async function render({ model, el: host }) {
       if (![...node.options].some((option) => option.value === value)) node.append(el("option", { value }, value));
       node.value = value;
     }
-    tasks.show(model.get("settings"), isWaiting);
+    tasks.show(model.get("settings"), isWaiting, Boolean(failure));
   }
 
   const clearLegend = () => { // and stop repainting it
@@ -152,7 +152,7 @@ async function render({ model, el: host }) {
     if (run) for (const name of Object.keys(board.columns)) if (name.startsWith(prefix)) run[name.slice(prefix.length)] = board[name];
     chart.box.hidden = !run;
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
-      : "The pipeline of this plan is simulated by Python, which is not here.";
+      : `Python simulates the pipeline of this plan${model.isStill ? ", and there is none on this page" : " …"}.`;
     clearLegend();
     if (run) drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
     if (run) chart.set({ ...run, tall: VIEW_TALL });

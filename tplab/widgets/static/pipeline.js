@@ -130,7 +130,7 @@ async function render({ model, el: host }) {
   }
   function giveUp(why) {
     [failure, waiting, wanted, isMoving, more] = [why, false, null, false, 0];
-    show(drawn);
+    show(drawn, true);
     tellNotice();
   }
   // On a page, Python may still be loading: show its progress, or why loading failed.
@@ -148,9 +148,9 @@ async function render({ model, el: host }) {
     else show(drawn);
   }
   const tasks = isLab ? new Tasks(model, ask) : null, draws = isLab ? controls(root, model, ask) : null;
-  const show = (settings) => {
+  const show = (settings, isLost = false) => {
     draws?.(settings);
-    tasks?.show(settings);
+    tasks?.show(settings, false, isLost);
   };
 
   const shift = (by) => {
@@ -228,7 +228,10 @@ async function render({ model, el: host }) {
   const chart = new GanttChart(root, root, {
     hint: tip,
     seek: (time) => player.seek(positionAt(board, time)),
-    pick: (row) => { if (row !== null) note.textContent = `chosen: ${inWords(chart.runs[0], row)}, rank ${chart.runs[0].rank[row]}`; },
+    pick: (row) => {
+      earlier.disabled = later.disabled = row === null;
+      if (row !== null) note.textContent = `chosen: ${inWords(chart.runs[0], row)}, rank ${chart.runs[0].rank[row]}`;
+    },
     drop: (rank, index, to) => send({ move: [rank, index, to] }),
   });
   const figures = el("div.tpl-figures");

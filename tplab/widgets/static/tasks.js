@@ -43,9 +43,10 @@ export class Tasks {
   get task() { return this.tasks.find(({ name }) => name === this.settings.task); }
   get shown() { return this.hinted.get(this.task.name) ?? 0; } // how many hints
 
-  // settings: the requested ones; isWaiting: the verdict on them has not arrived yet
-  show(settings, isWaiting = false) {
-    this.settings = settings;
+  // settings: the requested ones; isWaiting: the verdict on them has not arrived yet; isLost: no Python takes them, and
+  // the text of the chosen task needs none
+  show(settings, isWaiting = false, isLost = false) {
+    this.settings = isLost ? { ...settings, task: this.settings?.task } : settings;
     const { task } = this, verdict = this.model.get("verdict");
     const isOf = Boolean(task) && verdict.task === task.name, before = solvedTasks();
     this.solved = new Set([...this.solved, ...before]);

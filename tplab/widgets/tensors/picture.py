@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tplab.mesh import Mesh
+from tplab.widgets.paper.letters import about_width
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene, spans
 from tplab.widgets.tensors.layout import Drawing, Tile, ranks_text
@@ -88,18 +89,18 @@ def ranks(drawings: Sequence[Drawing], mesh: Mesh) -> Scene:
     is_grid = len([size for size in mesh.shape.values() if size > 1]) > 1 and columns <= 16
     if not is_grid:
         columns = 8 if mesh.size > 16 else 4 if mesh.size in (4, 8) or mesh.size > 8 else mesh.size
-    left, top = (44.0, 24.0) if is_grid else (0.0, 0.0)
+    *others, last = mesh.axis_names
+    places = [mesh.coordinates(row * columns) for row in range(mesh.size // columns)] if is_grid else []
+    beside = [" ".join(f"{axis} {at[axis]}" for axis in others if mesh.shape[axis] > 1) for at in places]
+    left, top = (1.05 * max(map(about_width, beside)) + 12.0, 24.0) if is_grid else (0.0, 0.0)
     across, down = width + between, height + between
     sheet = Scene(left + columns * across - between, top + -(-mesh.size // columns) * down - between, "the ranks")
     pieces = [piece for drawing in drawings for piece in drawing.pieces]
     if is_grid:
-        *others, last = mesh.axis_names
         for column in range(columns):
             sheet.text(left + column * across + width / 2, 10.0, f"{last} {column}", size=10.5, fill=DIM)
-        for row in range(mesh.size // columns):
-            where = mesh.coordinates(row * columns)
-            text = " ".join(f"{axis} {where[axis]}" for axis in others if mesh.shape[axis] > 1)
-            sheet.text(20.0, top + row * down + height / 2, text, size=10.5, fill=DIM)
+        for row, text in enumerate(beside):
+            sheet.text(left - 8.0, top + row * down + height / 2, text, size=10.5, fill=DIM, anchor="rm")
     for rank in mesh.ranks:
         x, y = left + rank % columns * across, top + rank // columns * down
         pointed = [*spans([rank, *(mesh.size + place for place, piece in enumerate(pieces) if rank in piece.ranks)])]
