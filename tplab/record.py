@@ -13,6 +13,9 @@ from tplab.errors import MissingPackageError
 from tplab.parser import Parser
 from tplab.trace.recorded.rank_file import FOLDER
 
+LAUNCHED = "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"
+"""What torchrun, srun and mpirun set for each process."""
+
 
 def main() -> None:
     """Run the script in this process, which is one rank of the run."""
@@ -32,7 +35,7 @@ def main() -> None:
         from tplab.torch.record.group import start
     except MissingPackageError as error:
         parser.refuse(error)
-    if "RANK" not in os.environ:
+    if os.environ.keys().isdisjoint(LAUNCHED):
         parser.refuse(f"RANK is not set; start it with torchrun --nproc-per-node 8 -m tplab.record {given.script}")
 
     sys.argv = [given.script, *given.args]

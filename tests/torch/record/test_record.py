@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tplab import Mesh, Trace
+from tplab import Mesh, Trace, record
 from tplab import merge as command
 from tplab.torch import launch
 from tplab.torch.record import start
@@ -116,6 +116,22 @@ def test_a_script_is_recorded_without_a_line_in_it(tmp_path: Path):
     page = tmp_path / "run.html"
     assert command.main([str(tmp_path / "traces"), "--html", str(page), "--mesh", "pp=4"]) == 0
     assert "<title>" in page.read_text()
+
+
+def test_a_process_without_a_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    script = tmp_path / "ten.py"
+    script.write_text("print('ran')")
+    monkeypatch.setattr("tplab.torch.record.group.start", lambda folder: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["record", str(script)])
+    for name in record.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        record.main()
+    assert "RANK is not set; start it with torchrun --nproc-per-node 8 -m tplab.record" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_PROCID", "0")  # srun: a script may take its rank from that
+    record.main()
+    assert capsys.readouterr().out == "ran\n"
 
 
 DIES = """\
