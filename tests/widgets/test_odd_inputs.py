@@ -1,5 +1,8 @@
 """Every widget has a picture, whatever its title and names hold, and also where there is no time, no size, nothing."""
 
+# Many calls here are wrong on purpose.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import re
@@ -122,8 +125,14 @@ REFUSED = {
     "half a row": (lambda: shards(Mesh(tp=4), (8.5, 8), P()), r"the shape of x is (8.5, 8); give whole numbers"),
     "a tensor": (lambda: shards(Mesh(tp=4), x=torch.ones(8, 8)), "x is a Tensor; give its shape and its P"),
     "points": (lambda: levels({"p": {"a": [(1, 2)]}}, along="x", **LINES), "'a' is [(1, 2)]; give a pair of lists"),
-    "fewer y": (lambda: levels({"p": {"a": ([1, 2], [1])}}, along="x", **LINES), "y of 'a' has 1 numbers, and 2 are"),
-    "fewer seconds": (lambda: curves([1, 2], {"p": {"a": [1]}}, **LINES), "seconds of 'a' has 1 numbers, and 2 are"),
+    "fewer y": (
+        lambda: levels({"p": {"a": ([1, 2], [1])}}, along="x", **LINES),
+        "y of 'a' has 1 of 2 numbers, one for each x",
+    ),
+    "fewer seconds": (
+        lambda: curves([1, 2], {"p": {"a": [1]}}, **LINES),
+        "seconds of 'a' has 1 of 2 numbers, one for each x",
+    ),
     "negative bytes": (lambda: curves([1, -4], {"p": {"a": [1, 2]}}, **LINES), "nbytes has -4; give numbers from 0"),
     "bytes of NaN": (lambda: curves([1, np.nan], {"p": {"a": [1, 2]}}, **LINES), "nbytes has nan; give numbers from 0"),
     "negative seconds": (lambda: curves([1, 2], {"p": {"a": [1, -2]}}, **LINES), "seconds of 'a' has -2; give numbers"),

@@ -41,7 +41,7 @@ def numbers(name: str, given: Any, num_dims: int | None = None, length: int | No
             f"{name} is {given!r:.60}; give {'a list of ' * (num_dims == 1)}numbers, in rows of one length"
         )
     if length not in (None, len(found)):
-        raise ValueError(f"{name} has {len(found)} numbers, and {length} are needed, one for each x")
+        raise ValueError(f"{name} has {len(found)} of {length} numbers, one for each x")
     if least > -np.inf and (wrong := found[~(found >= least)]).size:
         raise ValueError(f"{name} has {wrong[0]:g}; give numbers from {least:g}")
     return found
