@@ -214,7 +214,7 @@ class Facts:
         groups = {size for seen in self.ours for size in seen.groups} | {len(self.copies)} | set(map(len, self.copies))
         return Sizes(self.num_ranks, sorted(groups, reverse=True), max(len(step.parts) for step in self.mine))
 
-    # --- rows and findings --------------------------------------------------------------------------------------------
+    # --- rows and findings ------------------------------------------------------------------------------------------
 
     def row(self, what: What, ok: bool | None, words: str, count: int = 0) -> Row:
         return Row(what, self.number, ok, words, count=count)

@@ -259,7 +259,7 @@ def _close(got: np.ndarray, want: np.ndarray, slack: float) -> bool:
     return got.shape == want.shape and largest(got - want) <= slack
 
 
-# --- ranks that are not on a mesh, or some of which hold no piece ---------------------------------------------------
+# --- ranks that are not on a mesh, or some of which hold no piece -----------------------------------------------------
 
 FEW = 2
 """So few elements are a multiple of any others: only plain factors count."""

@@ -209,7 +209,7 @@ def _html_folded(summary: str, rows: Sequence[Row]) -> str:
     return f"<details><summary>{escape(summary)}</summary>{_html_table(rows)}</details>"
 
 
-# --- first errors, and what follows from them -----------------------------------------------------------------------
+# --- first errors, and what follows from them -------------------------------------------------------------------------
 
 OWN_CAUSE = ("fused", "tied")
 """Mistakes of one parameter alone, whatever else is wrong."""
