@@ -111,8 +111,8 @@ def _loss(facts: Facts, is_right: bool) -> Found:
 
 def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int, str]:
     """Return the wrong gradients in backward order, how many were judged, and the line at which the optimizer itself
-    adds up some of them, or "". A script may take a norm before it divides by the number of summands, so no gradient
-    counts as wrong if the optimizer receives the right ones."""
+    adds up some of them, or "". A script may take a norm and only then divide its gradients, so no gradient counts as
+    wrong if the optimizer receives the right ones."""
     wrong, count = _judged(facts, facts.reference.gradients(facts.number), is_final=False)
     is_measured = any(step.finals for step in facts.mine) and not any(step.norms for step in facts.mine)
     if wrong and is_measured and not _judged(facts, facts.reference.finals(facts.number), is_final=True)[0]:

@@ -177,8 +177,7 @@ class Diagnosis:
         return text
 
 
-# --- runs that agree may still prove nothing: a script that shares no work agrees with itself
-# --------------------------
+# --- agreement may prove nothing: a script that shares no work agrees with itself -------------------------------------
 
 
 def nothing_learnt(facts: Facts, num_steps: int) -> str:

@@ -169,7 +169,7 @@ class Seen:
         return sum(step.has_stepped for step in self.steps)
 
     def computes_with(self, name: str) -> bool:
-        """Return whether the rank used this parameter in any step: in an operation or, at least, a backward pass."""
+        """Return whether the rank used this parameter in any step, in an operation or in a backward pass."""
         return name in self.used or any(name in part for step in self.steps for part in step.parts)
 
 

@@ -30,26 +30,29 @@ class Repair:
 
     kind      "mean", "sum": the collective at `line` reduces this way. "skip": of `times` collectives in the backward
               pass there, number `was` is left out. "wait": the collective is waited for at once. "last": its first
-              `times` calls in a step are left out. "order": it takes elements in the program's order, not in that of
-              memory "factor": `line` multiplies by `by` instead of `was`. "numbers": `line` multiplies gradients by
+              `times` calls in a step are left out. "order": it takes elements in the program's order, not in memory's
+              "factor": `line` multiplies by `by` instead of `was`. "numbers": `line` multiplies gradients by
               `values[step]`. "keep": `line` does not clear gradients. "late": `line` changes gradients only after they
               are averaged. "sync": gradients are always synchronised, in spite of `line`. "dual": gradients that come
               back from `line` are added up over `groups`, times `by`; with `combine` "function", only from autograd
               functions of the script; with "copies", only where an operation turns equal inputs of the ranks into
               different results. "through": the collective at `line` passes gradients back. "cast": the results of the
               function in `names` at `line` are `combine`d over `groups`, and gradients of the result are added up over
-              them, times `by`. "seed": `line` sets rank 0's "loss": of each microbatch, times `by`, or times
-              `values[rank, step, microbatch]` "norm": gradients are clipped by `values[step, turn]` "gradients": those
-              of `names`, after the last backward pass of a step, are `combine`d over `groups`, times `by`; with `line`,
-              the collective there is left out "samples": the reference's, cut into as many parts as there are `groups`,
-              each of them into `times` microbatches; `values` of each step. "targets": of each step, cut along the
-              sequence; with a factor `by` of the loss, if it is not a mean "weights", "parameters", "buffers": of
-              `names`, are those of the first rank of each of `groups`, or with `combine` "mean" their mean; "weights"
-              are `values` of ranks and names, if given "settings", "states": `values` of names and keys, in each step
+              them, times `by`. "seed": `line` sets rank 0's
+              "loss": of each microbatch, times `by`, or times `values[rank, step, microbatch]`
+              "norm": gradients are clipped by `values[step, turn]`
+              "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times
+              `by`; with `line`, the collective there is left out
+              "samples": the reference's, cut into as many parts as there are `groups`, each of them into `times`
+              microbatches; `values` of each step. "targets": of each step, cut along the sequence; with a factor `by`
+              of the loss, if it is not a mean
+              "weights", "parameters", "buffers": of `names`, are those of the first rank of each of `groups`, or with
+              `combine` "mean" their mean; "weights" are `values` of ranks and names, if given
+              "settings", "states": `values` of names and keys, in each step
               "statistics": batch norm's are of the samples of all ranks. "put": in the step `times`, results of
-              operations are replaced by `values`, by key and rank; with a key and a place, it is the input there that
-              is replaced "whole": optimizers update whole tensors; `values` of ranks and names: the reference's name,
-              the number of each element in it, and its shape. "gather": losses compare with the rank's part of
+              operations are replaced by `values`, by key and rank; with a key and a place, the input there is replaced
+              "whole": optimizers update whole tensors; `values` of ranks and names: the reference's name, the number of
+              each element in it, and its shape. "gather": losses compare with the rank's part of
               `values[step][turn]`; the second operand of the matmul at `line` is that of all ranks, side by side
     words     the same for a reader: "the mean in place of the sum at train.py:31"
     of_reference   whether the reference's run is changed

@@ -205,8 +205,8 @@ def targets(facts: Facts) -> Found:
 
 
 def dropout(facts: Facts) -> Found:
-    """Compare masks: ranks must drop the same from the same activations, and not from parts of a layer. A script that
-    is restarted on as many ranks may draw other masks than the run that goes on: that is not a fault."""
+    """Compare masks: ranks must drop the same from equal activations, and differently from parts of a layer. A script
+    that is restarted on as many ranks may draw other masks than the run that goes on: that is not a fault."""
     for first, *others in facts.copies:
         drawn = facts.mine[first].masks
         for rank, a, b in ((other, *two) for other in others for two in zip(drawn, facts.mine[other].masks)):

@@ -36,7 +36,7 @@ class Step:
               "other": in none. "unknown". "made": it has no inputs. "reshape". "cast": see `cast`
     inputs    the numbers of the input values; output: of the result
     shapes    of the inputs; shape: of the output
-    dims      for each input and each of its dims, the dim of the output that it becomes; None if it is reduced
+    dims      for each input and each of its dims, the dim of the output that it becomes; None if it is gone
     over      the reduction over dims that are gone: "sum", "mean" or "other"
     mixes     dims of the output along which it is a softmax or a norm, which needs all of the dim
     cast      of a collective: its name; axes: those it runs along; dim, to: its dims; reduction: "sum", "mean", "max"

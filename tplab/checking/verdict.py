@@ -1,4 +1,4 @@
-"""A verdict: what is observed of a tensor in words, given the ranks' pieces and the unsharded answer.
+"""A verdict: in words, what is observed of a tensor, given the ranks' pieces and the unsharded answer.
 
 Most mistakes in tensor parallelism leave a mark in the numbers: a sum made once too often multiplies by the number of
 ranks; a missing sum leaves each rank with its part, and the parts add up to the answer. The cause is a separate

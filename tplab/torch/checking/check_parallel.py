@@ -59,7 +59,7 @@ def check_parallel(
     loss            of the model's output; without one: its `.loss`, itself if it is a scalar, or a weighted sum of it
     reference_loss  of the reference's output, if it must be different, as for logits that stay sharded
     specs           how parameters are laid out on the mesh, by name: P, or Layout for fused parts. For other
-                    parameters, it comes from `parallelize`, or from shapes and values
+                    parameters, the layout comes from `parallelize`, or from shapes and values
     in_specs        one per input, or one for all: the model gets this rank's piece, as under sequence parallelism
     optimizer       parameters -> an optimizer: the parameters after one step are compared too
     after_backward  called with the model after its backward pass: where gradients are reduced by hand

@@ -93,7 +93,7 @@ class Mending(MendedSteps):
             self._later.append(lambda: _written(args[0], func(*args, **kwargs)))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
-            if one.combine == "copies":  # repair inputs of the work that ranks share
+            if one.combine == "copies":  # equal inputs of work that ranks share
                 with torch.no_grad():
                     made = next(tensors_in(func(*args, **kwargs)), None) if not name.endswith("_") else None
                 if made is None or self._are_alike(made, one):
@@ -135,7 +135,7 @@ class Mending(MendedSteps):
         return is_late
 
     def _wrapped(self, one: Repair, x: Any, args: Sequence[Any]) -> Any:
-        """Return an input, whose gradient is added up if it is a parameter that is named, or else computed."""
+        """Return an input so that its gradient is added up: of a named parameter, or else of a computed value."""
         if not isinstance(x, Tensor) or not x.requires_grad:
             return x
         name = self._watched.names.known(id(x)) if x.is_leaf else ""

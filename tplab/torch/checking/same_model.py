@@ -58,7 +58,7 @@ def same_model(
     args       the script's own arguments
     ranks      how many ranks; or give `mesh`, for programs that use tplab's axes: the reference's has the same ones
     reference  how many ranks the reference has (None: one)
-    reference_args   are added to its arguments, as ["--batch-size", "32"]; argparse takes the last of equal options
+    reference_args   are added to its arguments, as ["--batch-size", "32"]; argparse takes the last of repeated options
     steps      after this many steps each rank ends, before the next forward pass
     module     whether `script` is the name of a module, as in `python -m`
     seed       of every rank's random numbers

@@ -223,5 +223,6 @@ def _piece(whole: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def _leaf(x: Any) -> Any:
-    """Return a copy of an input that has a gradient; anything but a floating-point tensor is returned unchanged."""
+    """Return a copy of an input that requires a gradient; anything but a floating-point tensor is returned
+    unchanged."""
     return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
