@@ -126,7 +126,7 @@ class _Factors:
         return _OF_RANKS[factor > 1] if self.case.reductions else other
 
     def _numbers_of_loss(self, factor: float, cause: str) -> Iterator[Hypothesis]:
-        """Yield lines that divide by a part of the right number, such as a count of one rank's targets."""
+        """Yield lines whose number may be off by the factor, such as a count of one rank's targets."""
         if not self.facts.sizes.named(factor):
             return
         for line, by in self.case.made.numbers:
