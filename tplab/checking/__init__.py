@@ -1,1 +1,1 @@
-"""What `check_parallel` finds, and how it says what is wrong; the words are the same for both frameworks."""
+"""What `check_parallel` and `same_model` compare, find and report, in the same words for both frameworks."""

@@ -1,5 +1,5 @@
-"""An addend: what is added to a sum, such as a bias or a residual. Apart from it, the rest of an output may be a
-multiple of the reference's or parts of it; or it is added more than once, or not at all."""
+"""An addend: a bias or a residual that is added to a sum. Without it, the rest of an output may be a multiple of the
+reference's or parts of it; or the addend itself is added several times, or not at all."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tplab.mesh import Mesh
 
 
 class Addend(NamedTuple):
-    """What explains all that is wrong with an output.
+    """An addend that explains everything that is wrong with an output.
 
-    verdict   what is observed apart from it
+    verdict   what is observed once the addend is set aside
     values    the addend, [*, D] or of the output's shape
     share     how often each rank adds it to its own part, if ranks hold parts
     count     how often it is added, if nothing else is wrong
@@ -35,7 +35,7 @@ def addend_of(
     addends: Mapping[str, np.ndarray], pieces: Sequence[np.ndarray], whole: np.ndarray, layout: Layout,
     verdict: Verdict, mesh: Mesh,
 ) -> Addend | None:  # fmt: skip
-    """The one addend, or the residual and the bias together, that explains all that is wrong with an output.
+    """Return the one addend, or a residual and a bias together, that explains everything that is wrong with an output.
 
     addends   by name in the verdict: biases [D], and tensors of the output's shape, such as inputs
     pieces    of the output, one per rank; `whole` is the reference's
@@ -44,7 +44,7 @@ def addend_of(
     want = [take(whole, layout, mesh, rank) for rank in mesh.ranks]
     if verdict.ok or verdict.mistake == "not finite" or any(g.shape != w.shape for g, w in zip(got, want)):
         return None
-    slack = min(10 * verdict.tolerance, verdict.error / 4) * largest(whole)  # less than what is to be explained
+    slack = min(10 * verdict.tolerance, verdict.error / 4) * largest(whole)  # well below the error to explain
     for name, values in _with_sums(addends, whole):
         added = [take(np.broadcast_to(values, whole.shape), layout, mesh, rank) for rank in mesh.ranks]
         apart, rest = (
@@ -71,7 +71,7 @@ def addend_of(
 
 
 def _with_sums(addends: Mapping[str, np.ndarray], whole: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Each addend that fits and is not zero, then each residual together with each bias."""
+    """Yield each nonzero addend whose shape fits, then each residual together with each bias."""
     fits = {
         name: np.asarray(x, np.float64)
         for name, x in addends.items()

@@ -1,4 +1,4 @@
-"""The loss and its gradients: which of them is wrong, and what may have made it so."""
+"""The loss and its gradients: which of them is wrong, and the possible causes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tplab.units import plain
 
 
 def loss_and_gradients(facts: Facts) -> Found:
-    """Compare the loss where backward passes begin, and all gradients. A loss may be scaled on purpose, and what it is
-    averaged over decides whether it is right: so gradients judge it."""
+    """Compare all gradients, and the loss where backward passes begin. A loss may be scaled on purpose, and whether it
+    is right depends on what it is averaged over, so the gradients decide."""
     wrong, total, line = _wrong_gradients(facts)
     yield from _loss(facts, is_right=not wrong)
     if not wrong:
@@ -44,7 +44,7 @@ def loss_and_gradients(facts: Facts) -> Found:
 
 
 def _finding(case: Case) -> Finding:
-    """What is wrong, as it is seen, with all that may be the cause."""
+    """Return the observed fault with everything that may be its cause."""
     facts, first = case.facts, case.first
     kind, factor, where = first.kind, first.factor, case.where
     words, values = first.words, (f"{first.got:.6g}", f"{first.want:.6g}")
@@ -89,7 +89,7 @@ def _finding(case: Case) -> Finding:
 def _is_loss_off(facts: Facts) -> bool:
     has, want = facts.losses(), facts.reference.loss(facts.number)
     slack = facts.reference.slack_of_loss(facts.number)
-    slack = max(slack, facts.reference.epsilon)  # a loss that is always 0 says nothing
+    slack = max(slack, facts.reference.epsilon)  # a loss that is always 0 is no evidence
     return bool(has and want and min(abs(np.mean(has) - want), abs(sum(has) - want)) > slack)
 
 
@@ -110,9 +110,9 @@ def _loss(facts: Facts, is_right: bool) -> Found:
 
 
 def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int, str]:
-    """Those that are wrong, in the order of the backward pass; how many were judged; and the line at which the
-    optimizer itself adds up some of them, or "". A script may take a norm before it divides by what it has added up,
-    so none is wrong if the optimizer gets what it should."""
+    """Return the wrong gradients in backward order, how many were judged, and the line at which the optimizer itself
+    adds up some of them, or "". A script may take a norm and only then divide its gradients, so no gradient counts as
+    wrong if the optimizer receives the right ones."""
     wrong, count = _judged(facts, facts.reference.gradients(facts.number), is_final=False)
     is_measured = any(step.finals for step in facts.mine) and not any(step.norms for step in facts.mine)
     if wrong and is_measured and not _judged(facts, facts.reference.finals(facts.number), is_final=True)[0]:
@@ -122,9 +122,8 @@ def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int, str]:
 
 
 def _added_up_in_step(facts: Facts, names: Sequence[str]) -> tuple[list[str], str]:
-    """The gradients that the optimizer itself adds up over ranks, as one that divides its states does, and the line.
-    It has to reduce at least as many elements as they have. What it makes of them, the parameters after the step tell.
-    """
+    """Return the gradients that the optimizer itself adds up over ranks, as an optimizer with sharded states does, and
+    the line. It must reduce at least as many elements as they have. The parameters after the step show the result."""
     sums = [one for one in facts.sent("step") if one.reduction in ("sum", "mean")]
     line = next((one.where for one in sums if one.size > 1), "")  # a norm is one number
     whole, added = facts.reference.gradients(facts.number), list[str]()
@@ -138,8 +137,8 @@ def _added_up_in_step(facts: Facts, names: Sequence[str]) -> tuple[list[str], st
 
 
 def _have_one_state(facts: Facts, names: Sequence[str]) -> bool:
-    """Whether ranks that hold copies of these parameters keep the same states of them, if any: they do not where each
-    has kept what its own gradient gives."""
+    """Return whether ranks that hold copies of these parameters have equal optimizer states for them, if any. The
+    states differ if each rank updates them with its own gradient."""
     held: dict[Any, list[np.ndarray]] = {}
     for name, key in facts.reference.states(facts.number):
         for rank, mine, place in facts.holders(name) if name in names else ():

@@ -1,4 +1,4 @@
-"""Gradients that have the same fault, and what is known about them."""
+"""Gradients that share a fault, and what is known about them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tplab.checking.sends import given_to, lines_of_reduction
 
 
 class Case:
-    """Gradients that have the same fault.
+    """Gradients that share a fault.
 
-    is_all     whether these are all gradients
+    is_all     whether every gradient has the fault
     reduction  the line at which they are added up over ranks, or ""
     where      the line to name if nothing better is known
     """
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def reductions(self) -> list[Sent]:
-        """The collectives that they went through; else those that add up anything of many elements after the loss."""
+        """The collectives that reduce these gradients; else all that reduce several elements after the loss."""
         later = given_to(self.facts, self.names) or [
             sent
             for sent in self.facts.sent("reduction", "backward")
@@ -51,29 +51,29 @@ class Case:
         return list({sent.where: sent for sent in later}.values())
 
     def combined(self, how: str, groups: Groups, by: float, words: str, line: str = "") -> Repair:
-        """The repair that combines them over groups of ranks, or only multiplies them. See `Repair`."""
+        """Return the repair that combines the gradients over groups of ranks, or only multiplies them. See `Repair`."""
         return Repair("gradients", words, line, self.own_names, groups, how, by=by)
 
     @property
     def in_backward(self) -> str:
-        """The line whose backward pass makes them wrong, or ""."""
+        """The line whose backward pass makes the gradients wrong, or ""."""
         return next((line for name in self.names if (line := self.facts.line_of_gradient(name))), "")
 
     @property
     def left_out(self) -> str:
-        """The line that keeps these gradients out of a collective that others go through, or ""."""
+        """The line that keeps these gradients out of a collective that reduces others, or ""."""
         past = lines_of_reduction(self.facts, self.others) if not self.reduction else []
         return self.facts.source.way_past(past[0]) if past else ""
 
     @property
     def not_synchronised(self) -> str:
-        """Where the script decides that gradients are not to be added up over ranks."""
+        """The line where the script turns off the synchronisation of gradients, or ""."""
         line = self.facts.line_of_script("no sync")
         return (self.facts.source.decision(line) or line) if line else ""
 
     @property
     def is_added_up(self) -> bool:
-        """Whether collectives add these gradients up, and average others."""
+        """Whether collectives sum these gradients but average others."""
         mine, others = ({sent.reduction for sent in given_to(self.facts, names)} for names in (self.names, self.others))
         return mine == {"sum"} and others == {"mean"}
 
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def is_on_several_stages(self) -> bool:
-        """Whether several ranks hold these parameters whole, and every other parameter is on one rank alone."""
+        """Whether several ranks hold these parameters whole, and every other parameter is on a single rank."""
         held = {name: {rank for rank, _, _ in self.facts.holders(name)} for name in self.facts.reference.order}
         are_copies = not self.is_split and all(len(held[name]) > 1 for name in self.names)
         others = [held[name] for name in self.others]
@@ -97,12 +97,12 @@ class Case:
 
 
 class Makers:
-    """The lines that made the number at which the backward pass of a step begins. Where none was seen, or the whole
-    stands in one line, that of the backward pass.
+    """The lines that computed the number on which `backward` is called. If none was seen, or one line does everything,
+    this is the line of the backward pass.
 
-    made    each line, and what it multiplies by if that is all it does; the last one first
-    last    of the last operation before the backward pass: libraries may put more into it
-    first   of the operation that made a number out of many
+    made    each line, and its factor if it only multiplies by a number; the last one first
+    last    the line of the last operation before that of the backward pass, in which a library may compute more
+    first   the line of the operation that reduced many numbers to one
     """
 
     def __init__(self, facts: Facts):
@@ -115,7 +115,7 @@ class Makers:
 
     @property
     def numbers(self) -> list[tuple[str, float]]:
-        """The lines that multiply by a number, and that number; that of the backward pass comes last."""
+        """The lines that multiply by a number, with the number; the line of the backward pass comes last."""
         known = [(line, by) for line, by in self.made if by is not None]
         return sorted(known, key=lambda at: at[0] == self.backward)
 

@@ -1,4 +1,4 @@
-"""What usually causes a fault, in words, and public threads in which others have met it."""
+"""The usual causes of a fault, in words, and public threads that report the same fault."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ THREADS: Mapping[str, str] = {
 
 
 def thread(key: str) -> str:
-    """The address of a thread; "" if there is none for this."""
+    """Return the address of a thread; "" if there is none for this key."""
     return GITHUB + THREADS[key] if key in THREADS else ""
 
 
 _FORMS = {1: "{}", -1: "1/{}", 0.5: "sqrt({})", -0.5: "1/sqrt({})", 2: "{} squared", -2: "1/{} squared"}
 _POWERS = ((1, -1), (2, -2), (0.5, -0.5))
-"""A number of the run itself explains a factor better than its square, and that better than its root."""
+"""A factor is explained by a number of the run before the number's square, and by the square before its root."""
 
 
 class Sizes:
-    """The numbers of a run that a factor may be: how many ranks, ranks of a group, microbatches."""
+    """The numbers of a run that may explain a factor: ranks, ranks of a group, microbatches."""
 
     def __init__(self, ranks: int, groups: Iterable[int], microbatches: int = 1):
         self.ranks = ranks
@@ -57,8 +57,8 @@ class Sizes:
             self._counts.setdefault(count, []).append(words)
 
     def named(self, factor: float) -> str:
-        """What a factor is: "4 (the number of ranks)", with all explanations that fit equally well; "" if it is none of
-        the run's numbers."""
+        """Return an explanation of the factor, such as "4 (the number of ranks)", with all explanations that fit
+        equally well; "" if no number of the run fits."""
         for powers in _POWERS:
             found = []
             for power in powers:
@@ -73,5 +73,5 @@ class Sizes:
         return ""
 
     def words(self, factor: float) -> str:
-        """The factor as a phrase: 4 (the number of ranks) times the reference's."""
+        """Return the factor as a phrase: 4 (the number of ranks) times the reference's."""
         return f"{self.named(factor) or f'{factor:.4g}'} times the reference's"

@@ -1,6 +1,6 @@
-"""The comparison behind `check_parallel`: what all ranks computed beside what the unsharded reference did, row by row.
+"""The comparison behind `check_parallel`, row by row: what all ranks computed beside what the reference computed.
 
-Both frameworks run their models and pass on NumPy arrays; everything here is ordinary code on these arrays.
+Both frameworks run their models and pass in NumPy arrays; everything here is ordinary code on these arrays.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Answer = Mapping[str, Mapping[str, Any]]
 each input) and "parameter" (after an optimizer's step)."""
 
 MOST_MOVED, MOST_TOLERANCES = 0.3, 1000
-"""How far rounding may move an output of the reference: relative, and in what its sizes let expect. Where it moves
-further, the reference decides something by its last bits, and nothing is measured."""
+"""How far rounding may move an output of the reference: relative to it, and in multiples of the expected tolerance. If
+it moves further, a decision of the reference depends on its last bits, and the run measures nothing."""
 
 
 class Comparison:
     """The rows of a report found so far.
 
     layouts    how each parameter is laid out on the mesh
-    in_specs   how the inputs are cut: ranks that have pieces of them may each have their own part of the loss
+    in_specs   how the inputs are cut: ranks with pieces of them may each have their own part of the loss
     addends    what may be added to an output, by name: the whole of each bias and of each input
-    added      what explains all that is wrong with an output, by name
+    added      the addend that explains everything wrong with an output, by the output's name
     mean_over  the axes along which each rank's loss is the mean over its own data
     """
 
@@ -53,7 +53,7 @@ class Comparison:
     def weigh(
         self, wanted: Mapping[str, np.ndarray], told: Sequence[Mapping[str, np.ndarray]], share_copies: bool
     ) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
-        """Weights for each output, if there is no loss: for the reference, and for each rank.
+        """Return weights for each output if there is no loss: for the reference, and for each rank.
 
         share_copies   whether copies of an output share its weight: if the gradients of all ranks are added up, as by
                        jax.grad, each of n copies counts 1/n
@@ -74,14 +74,14 @@ class Comparison:
         return found
 
     def _num_copies(self, layout: Layout, pieces: Sequence[Any]) -> int:
-        """How many ranks hold the same piece of an output; 1 if they hold parts of a sum."""
+        """Return how many ranks hold the same piece of an output; 1 if they hold parts of a sum."""
         spare = tuple(name for name in self.mesh.axis_names if name not in layout.spec.axis_names)
         slack = 100 * self.rounding.tolerance * max(map(largest, pieces))
         return self.mesh.axis_size(spare) if spare and agree(pieces, self.mesh.groups(spare), slack) else 1
 
     def see_again(self, agains: Iterable[Answer], want: Answer) -> None:
-        """What the reference answers where rounding is changed shows how far that moves each tensor. An answer that is
-        another one, as of a model that draws random numbers or takes the largest of some, says nothing."""
+        """Keep the reference's answers under changed rounding, which show how far rounding moves each tensor. An answer
+        that differs by more, as from a model that draws random numbers or takes a top-k, is ignored."""
         most = min(MOST_MOVED, MOST_TOLERANCES * self.rounding.tolerance)
         for again in agains:
             outputs = [(kind, name) for kind in ("output", "loss") for name in want[kind]]
@@ -89,7 +89,7 @@ class Comparison:
                 self.agains.append(again)
 
     def rounding_of(self, kind: str, name: str, want: Answer, among: float = 0.0) -> Rounding:
-        """How far rounding may take one tensor."""
+        """Return how far rounding may move one tensor."""
         moved = [_moved(want, again, kind, name) for again in self.agains]
         return self.rounding.measured(max(moved) if moved and np.isfinite(max(moved)) else None, among)
 
@@ -106,7 +106,7 @@ class Comparison:
         self.rows += [self._row("loss", name, told, want, Layout()) for name in want["loss"]]
 
     def gradients(self, told: Sequence[Answer], want: Answer) -> list[Row]:
-        """A row for the gradient of each parameter and of each input."""
+        """Return a row for the gradient of each parameter and of each input."""
         among = _largest_gradient(want)
         rows = [self._row("gradient", name, told, want, layout, among) for name, layout in self.layouts.items()]
         return rows + [self._row("input", name, told, want, None, among) for name in want["input"]]
@@ -130,7 +130,7 @@ class Comparison:
     def judge_output(
         self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], moved: float | None = None
     ) -> tuple[Layout, Verdict] | None:
-        """The layout and the verdict of one output; None if the ranks' shapes fit no layout."""
+        """Return the layout and the verdict of one output; None if the ranks' shapes fit no layout."""
         layout = self.layout_of(whole, pieces)
         if layout is None:
             return None
@@ -139,7 +139,7 @@ class Comparison:
     def addend_of(
         self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], addends: Mapping[str, np.ndarray]
     ) -> Addend | None:
-        """What is added to an output and explains all that is wrong with it."""
+        """Return the addend that explains everything that is wrong with an output, or None."""
         found, known = self.judge_output(whole, pieces), [piece for piece in pieces if piece is not None]
         if found is None or len(known) < len(pieces):
             return None
@@ -173,7 +173,8 @@ class Comparison:
     def layout_of(
         self, whole: np.ndarray, pieces: Sequence[np.ndarray | None], likely: Collection[str] = ()
     ) -> Layout | None:
-        """In which ranks hold it; None if they hold too little, or shapes fit none. likely: see `observed`."""
+        """Return the layout of a tensor on the ranks, or None if a rank lacks it or none fits. likely: see
+        `observed`"""
         known = [piece for piece in pieces if piece is not None]
         if len(known) < len(pieces):
             return None
@@ -182,7 +183,7 @@ class Comparison:
 
 
 def _moved(want: Answer, again: Answer, kind: str, name: str) -> float:
-    """How far another answer of the reference is from the first."""
+    """Return how far another answer of the reference is from the first."""
     one, other = want[kind].get(name), again.get(kind, {}).get(name)
     if one is None or other is None or np.shape(one) != np.shape(other):
         return np.inf

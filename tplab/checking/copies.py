@@ -1,4 +1,4 @@
-"""What must be equal on ranks that hold copies of parameters, without a reference to compare with."""
+"""Checks without a reference: what must be equal on ranks that hold copies of parameters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tplab.checking.samples import seeds_by_rank
 from tplab.units import ranks_text
 
 Copies = Mapping[str, Sequence[Sequence[int]]]
-"""For each parameter, the groups of ranks that hold the same."""
+"""For each parameter, the groups of ranks that hold the same values."""
 
 
 WORDS = "copies stay the same", "copies do NOT stay the same"
-"""The verdicts. Copies that stay the same may still be those of another model than one rank would train."""
+"""The verdicts. Even if the copies stay the same, the model may not be the one that a single rank would train."""
 
 
 def check_copies(seen: Sequence[Seen], about: str = "") -> SameModel:
-    """Whether ranks that begin with the same parameters step with the same gradients and norms, and have the same
-    parameters after each step. Buffers that differ are named, and not judged: batch norm's may."""
+    """Check that ranks that begin with the same parameters step with the same gradients and norms, and have the same
+    parameters after each step. Buffers that differ are named but not judged: those of batch norm may differ."""
     if counts := unequal_steps(seen):
         return cannot_tell(f"ranks make different numbers of steps ({counts})", about=about)
     weights = {(rank, name): (name, *_values(x)) for rank, one in enumerate(seen) for name, x in one.weights.items()}
@@ -56,9 +56,9 @@ def _constant(unknown: Sequence[str]) -> str:
 
 
 def _copies(held: Sequence[Mapping[str, Piece]]) -> tuple[dict[str, list[list[int]]], list[str]]:
-    """The tensors of which several ranks hold the same, by their values at the start; and those for which these say
-    nothing, as they are constant. Such a one is a copy if it has the whole's shape, as a DTensor says, or if all others
-    of its module are copies."""
+    """Return the tensors that several ranks hold with equal values at the start, and those whose constant values are no
+    evidence. A constant tensor counts as a copy if it has the whole's shape, as a DTensor tells, or if all other
+    tensors of its module are copies."""
     found: dict[str, list[list[int]]] = {}
     constant = []
     for name in dict.fromkeys(name for one in held for name in one):
@@ -76,12 +76,12 @@ def _copies(held: Sequence[Mapping[str, Piece]]) -> tuple[dict[str, list[list[in
 
 
 def _values(piece: Piece) -> tuple:
-    """What is the same of pieces with the same values: equal arrays are kept once."""
+    """Return a key that is equal for pieces with equal values: equal arrays are stored once."""
     return id(piece.values), piece.start
 
 
 def _tells(piece: Piece) -> bool:
-    """Whether ranks that hold the same values of this hold copies."""
+    """Return whether equal values on several ranks show that the ranks hold copies."""
     return piece.shape is not None or (piece.values.size > 1 and np.ptp(piece.values) > 0)
 
 
@@ -126,7 +126,7 @@ def _of_step(seen: Sequence[Seen], copies: Copies, number: int) -> Finding | Non
 
 
 def _of_gradients(seen: Sequence[Seen], steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str]:
-    """What makes the gradients of copies differ on these ranks, and a thread."""
+    """Return the cause of gradients of copies that differ on these ranks, and a thread."""
     samples = [[[id(x) for x in data.values()] for data in steps[rank].samples] for rank in ranks]
     if not all(samples) or any(one != samples[0] for one in samples):
         return "gradients of copies are not averaged over ranks before the optimizer's step, or not all of them", ""
@@ -137,7 +137,7 @@ def _of_gradients(seen: Sequence[Seen], steps: Sequence[Step], ranks: Sequence[i
 
 
 def _apart(pieces: Sequence[Mapping[str, Piece]], copies: Copies) -> dict[str, tuple[Sequence[int], str, str]]:
-    """The tensors that differ among ranks that hold copies: these ranks, and two of their values."""
+    """Return the tensors that differ among ranks that hold copies: these ranks, and two of their values."""
     found = {}
     for name, groups in copies.items():
         for group in groups:

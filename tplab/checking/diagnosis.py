@@ -1,7 +1,7 @@
-"""What is first wrong with a script on many ranks, judging by what was seen of it and of its reference.
+"""Finds what is first wrong with a script on many ranks, from the recordings of its run and of the reference's.
 
-It goes through each step in its order: weights, samples, the loss and its gradients, their norm, the optimizer,
-parameters, buffers, what is logged. What comes after a fault follows from it and is not judged.
+The steps are compared in order, each from its weights and samples to its loss, gradients, norm, optimizer, parameters,
+buffers and log. What comes after a fault follows from it and is not judged.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _AFTER = {
     "buffers": (buffers,),
     "log": (log,),
 }
-"""What is compared after the samples, in order."""
+"""The comparisons after the samples, in order."""
 
 
 _CERTAIN = ("weights", "samples", "dropout", "optimizer")
-"""What does not depend on random numbers that a model draws in its forward pass."""
+"""Faults that cannot come from random numbers that a model draws in its forward pass."""
 
 
 class Diagnosis:
-    """Compares what was seen of the ranks with what was seen of the reference.
+    """Compares the recording of the ranks with that of the reference.
 
-    ours, theirs   of each rank, of each rank of the reference
-    again          of the reference once more, with its sums in another order
+    ours, theirs   of each rank, and of each rank of the reference; again: of a second run of the reference, whose sums
+                   are in another order
     about          what is compared, in words
-    handed         the samples of the ranks that the reference was given; with `is_drawn`, all that they draw
-    trails         every operation of the step that is first wrong; `facts.wants_trails` says whether they would help
+    handed         the ranks' samples, if the reference was given them; with `is_drawn`, everything that the ranks draw
+    trails         every operation of the first wrong step; `facts.wants_trails` says whether they would help
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Diagnosis:
                     break
             else:
                 self.facts.number = count
-                if not self.handed and all(len(one.steps) > count for one in seen):  # what comes after the last step
+                if not self.handed and all(len(one.steps) > count for one in seen):  # logged after the last step
                     self._collect(log(self.facts))
                 reason = "" if self.findings else nothing_learnt(self.facts, count)
         except NothingToTell as error:
@@ -101,8 +101,8 @@ class Diagnosis:
         return report
 
     def _of_chance(self) -> str:
-        """Why a difference may come from random numbers that the model draws, and the reference draws otherwise; "" if
-        it cannot."""
+        """Return why a difference may come from random numbers that the reference draws differently; "" if it
+        cannot."""
         ours = {drawn for seen in self.facts.ours for drawn in seen.random}
         theirs = {drawn for seen in self.facts.reference.seen for drawn in seen.random}
         unlike = sorted({line for line, row in ours | theirs if row is None or (line, row) not in ours & theirs})
@@ -117,7 +117,7 @@ class Diagnosis:
         )
 
     def _not_fed(self) -> str:
-        """Why a difference may come from data that the reference was not given; "" if it was given all."""
+        """Return why a difference may come from data that the reference was not given; "" if it was given all."""
         if not self.handed or self.handed.is_drawn or (step := self.facts.mine[0]).targets or not step.losses:
             return ""
         return (
@@ -155,7 +155,7 @@ class Diagnosis:
                 continue
             self.findings.append(one)
             name = one.name + (f" and {len(one.others)} more" if one.others else "")
-            factor = None if one.what == "samples" else one.factor  # of how many there are: not of a number
+            factor = None if one.what == "samples" else one.factor  # a ratio of counts, not of values
             self.rows.append(Row(one.what, one.step, False, one.text_of_factor, name, factor))
 
     def _follows(self, what: What) -> None:
@@ -177,11 +177,11 @@ class Diagnosis:
         return text
 
 
-# --- runs that agree may still tell nothing: a script that shares no work agrees with itself --------------------------
+# --- agreement may prove nothing: a script that shares no work agrees with itself -------------------------------------
 
 
 def nothing_learnt(facts: Facts, num_steps: int) -> str:
-    """Why it is no news that all of the steps are the reference's; "" if it is."""
+    """Return why agreement in all of the steps is no evidence; "" if it is evidence."""
     if not any(seen.has_sent for seen in facts.ours):
         return (
             "no rank has sent anything to another, so each of them trains a model of its own, as the reference does: "
@@ -217,14 +217,14 @@ _SUMS = ("backward", "reduction")
 
 
 def _twice(facts: Facts) -> Iterator[tuple[int, ...]]:
-    """Ranks that do the same though they average their gradients, or though there are no others: they saw the same
-    samples, hold the same parts, and have computed the same gradients."""
+    """Yield groups of ranks that repeat each other's work although they average their gradients, or although there are
+    no other groups: they see the same samples, hold the same parts and compute the same gradients."""
     first = [seen.steps[0] for seen in facts.ours]
     for group in facts.copies:
         sums = [sent.ranks for step in first for sent in step.sent if sent.moment in _SUMS and sent.size > 1]
         if len(group) < 2 or (len(facts.copies) > 1 and not any(len({*group} & {*ranks}) > 1 for ranks in sums)):
             continue
-        if "FSDPModule" in facts.ours[0].kinds:  # which shows no gradient before it adds them up
+        if "FSDPModule" in facts.ours[0].kinds:  # whose gradients are visible only after the reduction
             if all(sent.op == "all_gather" for rank in group for sent in first[rank].sent if sent.moment == "forward"):
                 yield group
             continue

@@ -1,4 +1,4 @@
-"""Gradients off by a factor: what may have multiplied them."""
+"""Gradients off by a factor: the possible sources of the factor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ORDINALS = ("first", "second", "third")
 
 
 def of_a_factor(case: Case, factor: float) -> Iterator[Hypothesis]:
-    """The likeliest first. A line that multiplies by just this number comes before one whose number may be wrong."""
+    """Yield hypotheses, the likeliest first: a line with this very factor before one whose number may be wrong."""
     return _Factors(case).all(factor)
 
 
@@ -74,7 +74,7 @@ class _Factors:
             yield from self._scaled_some(factor)
 
     def _is_of_other_ranks(self, has: float, wants: float) -> bool:
-        """Whether this multiplies, or divides, by a number of ranks, and would be right by that of all that saw
+        """Return whether `has` is a number of ranks, or its inverse, and `wants` is that of the ranks that saw
         different samples."""
         count = len(self.facts.copies)
         those = (count, 1 / count) if count > 1 else ()
@@ -85,7 +85,7 @@ class _Factors:
         return self.case.batches > 1 and near(factor * self.case.batches, 1)
 
     def _of_all(self, factor: float) -> tuple[str, str]:
-        """The cause of a factor that all gradients have, and the key of its thread."""
+        """Return the cause of a factor that all gradients share, and the key of its thread."""
         may_be_of_ranks = bool(self.case.reductions) and near(factor * self.facts.num_ranks, 1)
         if self._is_of_batches(factor) and not may_be_of_ranks:
             cause = f"the loss of each of {self.case.batches} microbatches is divided by their number twice: once by "
@@ -93,7 +93,7 @@ class _Factors:
         return _FACTOR_OF_ALL[factor > 1], "loss"
 
     def _scaled_loss(self, factor: float) -> Iterator[Hypothesis]:
-        """The loss is the same multiple."""
+        """Yield hypotheses for a loss that is the same multiple of the reference's."""
         facts, case = self.facts, self.case
         if (line := line_of_loss(facts)) and factor > 1:
             words = f"the mean in place of the sum at {line}"
@@ -102,7 +102,7 @@ class _Factors:
             )
             yield Hypothesis(Repair("mean", words, line, by=factor), cause, line, thread("loss"))
         batches, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
-        is_more = batches > theirs > 1 and near(factor, batches / theirs)  # the reference's count in full, too
+        is_more = batches > theirs > 1 and near(factor, batches / theirs)  # so do the reference's microbatches
         of_batches = is_more or (batches > 1 and any(near(factor, x) for x in (batches, 1 / batches, 1 / batches**2)))
         is_divided = bool(case.made.scaling(1 / batches))
         causes = [*_causes_of_batches(factor, batches, theirs)] if of_batches else []
@@ -121,12 +121,12 @@ class _Factors:
             yield self._loss(1 / factor, cause, case.made.scaling(factor) or case.made.last, "loss")
 
     def _of_ranks(self, factor: float) -> str:
-        """Only where ranks add up or average gradients may that be a part of the cause."""
+        """Return a cause. It mentions ranks only if they sum or average gradients."""
         other = "the loss is multiplied by a number that is not the reference's"
         return _OF_RANKS[factor > 1] if self.case.reductions else other
 
     def _numbers_of_loss(self, factor: float, cause: str) -> Iterator[Hypothesis]:
-        """A line divides by a number that is a part of the right one, such as a count of the targets of all ranks."""
+        """Yield lines whose number may be off by the factor, such as a count of one rank's targets."""
         if not self.facts.sizes.named(factor):
             return
         for line, by in self.case.made.numbers:
@@ -134,7 +134,7 @@ class _Factors:
                 yield self._factor(line, by, by / factor, cause, "loss")
 
     def _scaled_sums(self, factor: float) -> Iterator[Hypothesis]:
-        """Collectives that these gradients, or anything in the backward pass, go through."""
+        """Yield collectives that reduce these gradients, or anything in the backward pass."""
         facts, case = self.facts, self.case
         others = {sent.reduction for sent in given_to(facts, case.others)}
         for sent in self.case.reductions:
@@ -151,7 +151,7 @@ class _Factors:
                 yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
 
     def _scaled_backward(self, factor: float) -> Iterator[Hypothesis]:
-        """The backward pass of one operation multiplies."""
+        """Yield operations whose backward pass may multiply."""
         if self.case.is_all and not self.case.is_split:
             return
         line = self.case.in_backward
@@ -173,8 +173,8 @@ class _Factors:
             yield Hypothesis(repair, f"{cause}{plain(factor)} times the right one", line)
 
     def _scaled_some(self, factor: float) -> Iterator[Hypothesis]:
-        """Other gradients do not have the factor, and no line that makes it was seen. A reference of several ranks may
-        itself be the one that is wrong, and a run in which the two are alike would not show which."""
+        """Yield causes of a factor that other gradients do not have and no visible line explains. A reference on
+        several ranks may itself be wrong, and a run in which the two agree would not show which one is."""
         facts, case = self.facts, self.case
         if len(facts.theirs) > 1:
             return

@@ -1,4 +1,4 @@
-"""What is known about one step of the ranks and of their reference, and the questions that all comparisons ask."""
+"""What is known about one step of the ranks and of the reference, and the queries that all comparisons share."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tplab.checking.source import Source
 from tplab.checking.trail import Trails
 
 Found = Iterator[Row | Finding]
-"""What a comparison yields: what it has compared, and faults."""
+"""What a comparison yields: rows for what it has compared, and findings for faults."""
 
 
 class NothingToTell(Exception):
-    """The two runs cannot be compared any further. The text says why, and how they can."""
+    """The two runs cannot be compared any further. The message says why, and how to make them comparable."""
 
 
 class Facts:
-    """What was seen of the ranks and of their reference.
+    """The recordings of the ranks and of their reference.
 
-    ours      of each rank
-    places    which part of the reference's parameters each rank holds; idle: likewise, of copies that are `idle`
-    number    of the step that is compared
+    ours      the recording of each rank
+    places    the part of the reference's parameters that each rank holds; idle: the same for copies that are `idle`
+    number    the number of the step under comparison
     copies    groups of ranks that saw the same samples in it; is_padded: whether each microbatch is padded
-    suspects  names of gradients that are wrong, and may follow from others
-    trails    every operation of the step; wants_trails: whether they were asked for
+    suspects  names of gradients that are wrong, perhaps as a consequence of others
+    trails    every operation of the step; wants_trails: whether a comparison asked for them
     """
 
     def __init__(self, ours: Sequence[Seen], reference: Reference, trails: Trails | None = None):
@@ -61,7 +61,7 @@ class Facts:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the reference goes on, and the ranks were started again from their checkpoint."""
+        """Whether the reference continues its run, and the ranks were restarted from its checkpoint."""
         return self.reference.seen[0].states is not None
 
     @property
@@ -69,14 +69,14 @@ class Facts:
         return len(self.ours)
 
     def holders(self, name: str) -> Iterator[tuple[int, str, Place]]:
-        """The ranks that hold a parameter of the reference, or a part of it, with their names for it."""
+        """Yield the ranks that hold a parameter of the reference, or a part of it, with their names for it."""
         for (rank, mine), place in self.places.items():
             if place.name == name:
                 yield rank, mine, place
 
     def cut(self, whole: Mapping[Any, np.ndarray]) -> Iterator[tuple[Any, int, Any, np.ndarray, Place]]:
-        """Each rank's parts of what the reference has by the names of its parameters, or by these and a key: the name
-        there, the rank, its own name, the part and its place. What has another shape than the parameter is not cut."""
+        """Yield each rank's parts of the reference's tensors by parameter name, or by name and key: this name, the
+        rank, its own name, the part and its place. A tensor of another shape than its parameter is not cut."""
         for at, x in whole.items():
             name, *key = at if isinstance(at, tuple) else (at,)
             for rank, mine, place in self.holders(name):
@@ -84,22 +84,22 @@ class Facts:
                 yield at, rank, (mine, *key) if key else mine, part, place
 
     def pieces(self, kind: str, whole: Mapping[Any, np.ndarray]) -> Iterator[tuple[Any, int, Any, Any, Any, Place]]:
-        """Likewise, beside what ranks have of a `kind` in the step: the name in the reference, the rank, its own name,
-        what it has, what it should have, and the place of that."""
+        """Yield the same beside the ranks' own tensors of a `kind` in the step: the reference's name, the rank, its own
+        name, its tensor, the expected one, and the place."""
         for at, rank, own, want, place in self.cut(whole):
             piece = getattr(self.mine[rank], kind).get(own)
             if piece is not None and piece.values.shape == want.shape:
                 yield at, rank, own, piece.values, want.astype(np.float64), place
 
     def dealt(self, whole: Mapping[Any, np.ndarray]) -> dict[tuple[int, Any], np.ndarray]:
-        """These parts, by rank and its own name."""
+        """Return these parts, by rank and its own name."""
         return {(rank, own): part for _, rank, own, part, _ in self.cut(whole)}
 
     def deals(
         self, names: Sequence[str], orders: int | None = 1
     ) -> Iterator[tuple[dict[tuple[int, str], np.ndarray], Groups]]:
-        """Each way to deal parameters to ranks in parts as large as theirs: what each rank gets, by its names, and the
-        groups of ranks that get the same."""
+        """Yield each way to distribute parameters over ranks in parts as large as theirs: the part of each rank, by its
+        names, and the groups of ranks that get the same part."""
         held, whole = {name: [*self.holders(name)] for name in names}, self.reference.weights
         ways = [deals(whole[name], self.ours[rank].weights[mine].values.shape, self.num_ranks, orders)
                 for name, ((rank, mine, _), *_) in held.items()]  # fmt: skip
@@ -111,7 +111,7 @@ class Facts:
             yield mine, tuple(map(tuple, groups.values()))
 
     def are_parts(self, *ranks: int) -> bool:
-        """Whether these ranks hold other parts of the same parameters: of all that they hold, or of some."""
+        """Return whether these ranks hold the same parameters, and different parts of at least one of them."""
         held, *others = ({p.name: p for (at, _), p in self.places.items() if at == rank} for rank in ranks)
         return all(
             held.keys() == other.keys() and any(held[name].index != other[name].index for name in held)
@@ -120,53 +120,53 @@ class Facts:
 
     @property
     def on_no_rank(self) -> list[str]:
-        """The reference's parameters that it uses and of which no rank is known to hold a part."""
+        """The parameters that the reference uses and no rank is known to hold a part of."""
         known, seen = {place.name for place in self.places.values()}, self.reference.seen
         lost = [name for name in self.reference.weights if name not in known and not is_number(name)]
         return [name for name in lost if any(one.computes_with(name) for one in seen)]
 
     @property
     def unplaced(self) -> list[str]:
-        """What ranks hold, and nobody knows of what it is a part."""
+        """The ranks' parameters that were matched with none of the reference's."""
         held = [(rank, name) for rank, seen in enumerate(self.ours) for name in seen.weights]
         known = self.places | self.idle
         return list(dict.fromkeys(name for rank, name in held if (rank, name) not in known and not is_number(name)))
 
     def groups(self, name: str) -> dict[Index, list[int]]:
-        """The ranks that hold each part of a parameter of the reference."""
+        """Return the ranks that hold each part of a parameter of the reference."""
         found: dict[Index, list[int]] = {}
         for rank, _, place in self.holders(name):
             found.setdefault(place.index, []).append(rank)
         return found
 
     def holds_differ(self, name: str, ranks: Sequence[int]) -> bool:
-        """Whether these ranks hold different parts of a parameter."""
+        """Return whether these ranks hold different parts of a parameter."""
         return sum(bool({*group} & {*ranks}) for group in self.groups(name).values()) > 1
 
     def line(self, key: str) -> str:
-        """The line at which ranks do this in the step: the first that has a loss, or else the first; "" for none."""
+        """Return the line for a key in the step, preferably of a rank that has a loss; "" for none."""
         steps = sorted(self.mine, key=lambda step: not step.losses)
         return next((step.lines[key] for step in steps if key in step.lines), "")
 
     def line_of_script(self, key: str) -> str:
-        """The line at which ranks do this at any time; "" for none."""
+        """Return the line for a key at any time of the run; "" for none."""
         return next((seen.lines[key] for seen in self.ours if key in seen.lines), "")
 
     def line_of_value(self) -> str:
-        """The line of the first operation of the forward pass whose result is wrong; "" if that is not known."""
+        """Return the line of the first operation of the forward pass with a wrong result; "" if it is not known."""
         self.wants_trails = True
         op = self.trails.first_wrong() if self.trails else None
         return op.line if op is not None else ""
 
     def line_of_gradient(self, name: str) -> str:
-        """The line of the operation that makes the gradient of a parameter wrong; "" if that is not known."""
+        """Return the line of the operation that makes the gradient of a parameter wrong; "" if it is not known."""
         self.wants_trails = True
         held = {rank: mine for rank, mine, _ in self.holders(name)}
         return self.trails.line_of_gradient(held, name) if self.trails and held else ""
 
     def line_of_data(self) -> str:
-        """The line at which the loader of the samples is made, or else at which they are drawn; "" for none. Weights
-        are drawn too, but not after the first step: so later ones tell."""
+        """Return the line that creates the loader of the samples, else the line that draws them; "" for none. Weights
+        are drawn only in the first step, so the later steps show the line that draws samples."""
         if loader := self.line("loader"):
             return loader
         steps = [step for seen in self.ours for step in seen.steps[max(self.number, 1) :] if step.has_stepped]
@@ -176,12 +176,12 @@ class Facts:
         return [sent for step in self.mine for sent in step.sent if sent.moment in moments]
 
     def sums_of_numbers(self) -> list[str]:
-        """The lines that add up single numbers over ranks between backward pass and step, the last one first."""
+        """Return the lines that add up single numbers over ranks between backward pass and step, the last one first."""
         return [sent.where for sent in reversed(self.sent("reduction")) if sent.size == 1]
 
     def line_of_norm(self) -> str:
-        """The line that makes the norm of gradients wrong: where there are equally many copies of all parameters, that
-        of the sum over ranks; otherwise where the rank's own part is computed. "" if neither was seen."""
+        """Return the line that makes the norm of gradients wrong: that of the sum over ranks if all parameters have
+        equally many copies, else that of the rank's own part. "" if neither was seen."""
         parts = [list(self.groups(name).values()) for name in self.reference.weights]
         counts = {sum(map(len, groups)) / len(groups) for groups in parts if groups}
         sums, own = self.sums_of_numbers(), self.line("norm")
@@ -189,21 +189,21 @@ class Facts:
 
     @property
     def scaled(self) -> list[tuple[str, float]]:
-        """Where the script multiplies gradients, and by what."""
+        """The lines at which the script multiplies gradients, and the factors."""
         return [at for step in self.mine for at in step.scaled]
 
     def losses(self) -> list[float]:
-        """The loss of each rank that has one, of all its microbatches."""
+        """Return the loss of each rank that has one, summed over its microbatches."""
         return [sum(value for value, _ in step.losses) for step in self.mine if step.losses]
 
     def times_loss(self) -> float | None:
-        """The mean loss of the ranks, divided by the reference's; None if either was not seen."""
+        """Return the mean loss of the ranks divided by the reference's; None if either was not seen."""
         has, want = self.losses(), self.reference.loss(self.number)
         return float(np.mean(has)) / want if has and want else None
 
     @property
     def of_one_seed(self) -> list[Repair]:
-        """What makes ranks that set different seeds set the same one."""
+        """The repair that sets rank 0's seed on every rank, if ranks set different seeds."""
         if (found := seeds_by_rank(self.ours)) is None:
             return []
         (seed, *_), line = found
@@ -214,7 +214,7 @@ class Facts:
         groups = {size for seen in self.ours for size in seen.groups} | {len(self.copies)} | set(map(len, self.copies))
         return Sizes(self.num_ranks, sorted(groups, reverse=True), max(len(step.parts) for step in self.mine))
 
-    # --- what is yielded --------------------------------------------------------------------------------------------
+    # --- rows and findings ------------------------------------------------------------------------------------------
 
     def row(self, what: What, ok: bool | None, words: str, count: int = 0) -> Row:
         return Row(what, self.number, ok, words, count=count)
@@ -223,8 +223,8 @@ class Facts:
         self, what: What, words: str, where: str, *, names: Iterable[str] = (), values: tuple[str, str] = ("", ""),
         ranks: Collection[int] = (), lines: Sequence[str] = (), hypotheses: Iterable[Hypothesis] = (), **more: Any,
     ) -> Finding:  # fmt: skip
-        """A finding in this step, with all that has the fault. Ranks are not named if they are all; `values` are what
-        was found, and expected; `more` of it as in `Finding`."""
+        """Return a finding in this step for all tensors that have the fault. Ranks are listed only if they are not all;
+        `values` are the actual and the expected value; `more` are fields of `Finding`."""
         name, *others = (*names,) or ("",)
         ranks = tuple(sorted(ranks)) if len(ranks) < self.num_ranks else ()
         all_lines = tuple(dict.fromkeys(line for line in (where, *lines) if line))
@@ -235,12 +235,12 @@ class Facts:
         )  # fmt: skip
 
     def words_of(self, factor: float | None) -> str:
-        """What is wrong where something is so many times the reference's, if that is one number."""
+        """Return the words for a quantity that is this factor times the reference's, or just wrong."""
         return self.sizes.words(factor) if factor else "not the reference's"
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal but for the rounding of float32."""
+    """Return whether arrays are equal up to the rounding of float32."""
     if a is b:
         return True
     size = np.abs(b, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Numbers that are not finite. They come first, as what follows from NaN is NaN too."""
+"""Numbers that are not finite. They are compared first, because NaN propagates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Number = tuple[What, str, np.ndarray, str]
 
 
 def finite(facts: Facts) -> Found:
-    """What is not finite on ranks, and is finite in the reference. Raises NothingToTell where the reference has it."""
+    """Yield quantities that are not finite on ranks only. Raises NothingToTell if the reference's are not finite."""
     ours = [list(_not_finite(seen, facts.number)) for seen in facts.ours]
     theirs = [one for seen in facts.reference.seen for one in _not_finite(seen, facts.number)]
     for what in TITLES:  # in the order of a step
@@ -38,7 +38,7 @@ def finite(facts: Facts) -> Found:
 
 
 def _not_finite(seen: Seen, number: int) -> Iterator[_Number]:
-    """What is not finite in a step of one rank. Weights and buffers may be so from the start, as masks are."""
+    """Yield one rank's values that are not finite. Weights and buffers may begin so: masks hold -inf, say."""
     for what, name, values, line in _numbers(seen, number):
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             yield what, name, values, line
@@ -68,7 +68,7 @@ def _is_finite_at_start(begun: Mapping[str, Piece], name: str) -> bool:
 
 
 def _listed(found: Sequence[_Number]) -> str:
-    """What the first of them is, NaN or infinite, and where else there is NaN: of infinities it is made later."""
+    """Return the kind of the first value, NaN or infinite; for an infinity, also the first quantity that has NaN."""
     values = found[0][2]
     if np.isnan(values).any():
         return "NaN"

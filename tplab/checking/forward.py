@@ -1,4 +1,4 @@
-"""The forward pass: the line at which it goes wrong, and what may be wrong there."""
+"""The forward pass: the line at which it goes wrong, and possible causes there."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMBINED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "logsumexp": lambda parts: np.logaddexp.reduce(parts, axis=0),
     "root of the sum of squares": lambda parts: np.sqrt(np.square(parts).sum(0)),
 }
-"""How what ranks have computed of their parts makes up what is computed of the whole."""
+"""The ways in which the ranks' results for their parts may combine to the result for the whole."""
 
 
 def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
-    """What may be wrong at the line where the forward pass goes wrong."""
+    """Yield hypotheses about the line at which the forward pass goes wrong."""
     yield from in_order(facts, forward=True)
     trails = facts.trails
     if trails is None or not line:
@@ -45,7 +45,7 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
 
 
 def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
-    """What is compared with a number that is another one in the reference, as tokens with the capacity of an expert."""
+    """Yield comparisons with another number than the reference's, such as an expert's capacity for tokens."""
     for op, limit, values in trails.other_limits():
         was = plain(op.compares or 0.0)
         cause = (
@@ -58,9 +58,9 @@ def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
 
 
 def _of_other_parts(facts: Facts, line: str, used: Collection[str]) -> Iterator[Hypothesis]:
-    """Ranks have other parts of parameters than they need. Of one that is cut into fewer parts than others, several
-    ranks have the same part: those side by side, where it should be every second one, or the other way round. One that
-    is used where the forward pass goes wrong, by its ranks' own names, may be several in one."""
+    """Yield parameters of which ranks hold other parts than they need. Several ranks share each part of one that has
+    fewer parts than others: neighbours, where it should be every second rank, or vice versa. A parameter that the wrong
+    operation uses, by its name on the ranks, may be several fused ones."""
     size, groups = facts.num_ranks, {name: facts.groups(name) for name in facts.reference.weights}
     own = {place.name for (_, mine), place in facts.places.items() if mine in used}
     found: dict[Groups, list[str]] = {}
@@ -95,8 +95,8 @@ def _of_other_parts(facts: Facts, line: str, used: Collection[str]) -> Iterator[
 
 
 def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
-    """What losses compare with is not the rank's part of the reference's. Where these are the numbers of samples, they
-    are compared with each other: each rank's only with its own."""
+    """Yield repairs for losses whose targets are not the rank's part of the reference's. Targets that number the
+    samples mean that samples are compared with one another, and each rank compares only its own."""
     wholes = {number: [x for x, _, _ in step.targets] for number, step in enumerate(facts.reference.seen[0].steps)}
     parts = [(x, whole[rank * x.size : (rank + 1) * x.size], x.size * facts.num_ranks == whole.size)
              for rank, step in enumerate(facts.mine)
@@ -123,15 +123,15 @@ def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
 
 
 def of_value(facts: Facts, trails: Trails, op: Op, made: np.ndarray) -> Iterator[Hypothesis]:
-    """What may be wrong with the first wrong operation of those that `made` comes from: see `Trails.first_wrong`"""
+    """Yield hypotheses about the first wrong operation that `made` comes from: see `Trails.first_wrong`"""
     yield from _of_parts(facts, trails, op, made)
     yield from _by_another_number(trails, op)
     yield from _in_its_place(facts, trails, op.line, made)
 
 
 def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
-    """What a wrong operation gives, or takes, is each rank's part of the reference's: the sum, or the mean, is that,
-    and nothing combines them. made: see `Trails.first_wrong`"""
+    """Yield reductions that the script leaves out: a wrong operation returns, or takes, each rank's part of the
+    reference's tensor, and their sum or mean is right. made: see `Trails.first_wrong`"""
     for ops in [op], *trails.parts_in(op, made):
         values = [_parts_of(facts, trails, one) for one in ops]
         for way, how in itertools.product(partitions(facts) if all(values) else (), COMBINED):
@@ -145,14 +145,14 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
                 f"and nothing takes that {how}"
             )
             words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
-            by = 1 / len(way[0]) if are_copies else 1.0  # then each rank has the gradient of the whole loss
+            by = 1 / len(way[0]) if are_copies else 1.0  # each rank then has the gradient of the whole loss
             repair, *also = (Repair("cast", words, line, (name,), way, how, by=by)
                              for line, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
             yield Hypothesis(repair, cause, ops[0].line, also=tuple(also))
 
 
 def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarray], np.ndarray] | None:
-    """What every rank has of a value of the reference's shape, and the reference's; None where all have the same."""
+    """Return each rank's value and the reference's; None if the shapes differ, or all ranks have the same value."""
     there, theirs = trails.ops_of(op.key)
     held, want = {rank: one.values[0] for rank, one in there.items() if one.values}, theirs and theirs.at(None)
     if want is None or len(held) < facts.num_ranks or want.dtype.kind != "f":
@@ -163,7 +163,7 @@ def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarra
 
 
 def _by_another_number(trails: Trails, op: Op) -> Iterator[Hypothesis]:
-    """All ranks multiply by one number, and the reference by another."""
+    """Yield the repair of a line by whose number all ranks multiply, while the reference multiplies by another one."""
     held, theirs = trails.ops_of(op.key)
     numbers, want = {one.times for one in held.values()}, theirs and theirs.times
     if want and len(numbers) == 1 and (was := numbers.pop()) and gap(was, want) > 1e-6 * abs(want):
@@ -176,7 +176,7 @@ def _by_another_number(trails: Trails, op: Op) -> Iterator[Hypothesis]:
 
 
 def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
-    """One of the things that an operation takes is another part of the reference's than the rank should have."""
+    """Yield inputs of an operation that are another rank's part of the reference's tensor."""
     for place, pieces in trails.wanted_by(op):
         made = op.given[place][1] or op.line
         has = ", ".join(
@@ -190,7 +190,7 @@ def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesi
 
 
 def _pieces(part: np.ndarray, facts: Facts, name: str) -> str:
-    """Which of the places along a dim of a parameter are in a part of it."""
+    """Return the indices along a dim of a parameter that a part of it has, in words."""
     whole = facts.reference.weights[name]
     dim = next(dim for dim, size in enumerate(part.shape) if size < whole.shape[dim])
     rows = [np.abs(np.moveaxis(whole, dim, 0) - row).reshape(whole.shape[dim], -1).sum(1).argmin()
@@ -202,8 +202,8 @@ def _pieces(part: np.ndarray, facts: Facts, name: str) -> str:
 def _in_its_place(
     facts: Facts, trails: Trails, line: str, made: np.ndarray | None = None, is_first: bool = True
 ) -> Iterator[Hypothesis]:
-    """The reference's values in the place of what a line computes: if all that follows is right then, the fault is
-    there. made: see `Trails.first_wrong`; is_first: whether what it takes is right"""
+    """Yield the repair that replaces a line's result by the reference's: if everything after it is then right, the
+    fault is at this line. made: see `Trails.first_wrong`; is_first: whether the inputs of the line are right"""
     for words, values in trails.wanted_at(line, made):
         repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
                         times=facts.number)  # fmt: skip
@@ -215,10 +215,10 @@ def _in_its_place(
 
 
 def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:
-    """The parameter that a value contains once too often, or more; or what each rank computes alike."""
+    """Return words for a parameter, or a value that all ranks compute alike, that was added once too often."""
     key, rank = next(iter(values)), facts.num_ranks - 1
     got = trails.ops_of(key)[0][rank].values[0]
-    with np.errstate(invalid="ignore"):  # of masks, which may be infinite
+    with np.errstate(invalid="ignore"):  # masks may be infinite
         more = np.nan_to_num(got.astype(np.float64) - values[key][rank], posinf=0.0, neginf=0.0)
     vectors = {name: x for name, x in facts.reference.parameters(facts.number - 1).items() if x.ndim == 1}
     for name, x in (vectors | trails.alike(more.shape)).items():
@@ -233,7 +233,7 @@ def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np
 
 
 def in_order(facts: Facts, *, forward: bool) -> list[Hypothesis]:
-    """Collectives that were given tensors that are not contiguous, in the reference too. forward: of that alone"""
+    """Return hypotheses about collectives that were given non-contiguous tensors. forward: in the forward pass only"""
     given = {(at, *about) for seen in facts.ours for at, about in seen.strided.items()}
     strided = sorted(one for one in given if not forward or not one[2])
     found = []

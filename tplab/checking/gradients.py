@@ -1,4 +1,4 @@
-"""What is wrong with gradients, judging by the reference's and by what ranks and microbatches contributed."""
+"""What is wrong with gradients, given the reference's and the contributions of ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tplab.checking.recording import some_of
 from tplab.checking.shares import Part, find_shares
 
 SMALL, MOST_SMALL = 2, 16
-"""Up to so many elements a tensor is a multiple of any other of its size, or nearly so: its factor tells little. And it
-takes more elements than there are parts to tell them apart."""
+"""A tensor of so few elements is nearly a multiple of any other of its size, so its factor is weak evidence. More
+elements than parts are needed to tell the parts apart."""
 
 
 _VAGUE = ("scaled", "by rank", "other")
-"""Kinds of faults that a small tensor seems to have whatever is wrong."""
+"""Kinds of faults that a small tensor may seem to have whatever is wrong."""
 
 
 class Holder(NamedTuple):
-    """A rank's gradient of a parameter, or of its part of it: None if it has none. parts: of each microbatch."""
+    """A rank's gradient of a parameter, or of its part of it; None if it has none. parts: of each microbatch."""
 
     rank: int
     place: Place
@@ -61,10 +61,10 @@ class Wrong:
 
 
 def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder], slack: float) -> Wrong | None:
-    """What is wrong with the gradient of a parameter, on the ranks that hold it; None if nothing is.
+    """Return what is wrong with the gradient of a parameter on the ranks that hold it; None if nothing is.
 
     want    the reference's, whole
-    slack   how far an element may be off because of rounding
+    slack   how far rounding may move an element
     """
     if want is None:
         has = [h for h in holders if h.gradient is not None and largest(h.gradient) > slack]
@@ -109,7 +109,7 @@ def judge_gradient(name: str, want: np.ndarray | None, holders: Sequence[Holder]
 
 
 def _by_parts(there: Sequence[tuple[Holder, np.ndarray, np.ndarray]], rank: int, index: Index, tolerance: float):
-    """What the parts of ranks that hold the same piece say."""
+    """Return what the contributions of ranks with the same piece show; None if they explain nothing."""
     parts: dict[Part, np.ndarray] = {}
     pair = None
     for holder, g, w in there:
@@ -133,10 +133,10 @@ def _ranks(holders: Sequence[Holder]) -> tuple[int, ...]:
 
 
 def grouped(wrong: Sequence[Wrong]) -> list[list[Wrong]]:
-    """Gradients with the same fault together; `wrong` is in the order of the backward pass, and so are the groups.
+    """Group gradients with the same fault; `wrong` is in the order of the backward pass, and so are the groups.
 
-    What follows from an earlier fault is left out: all that is behind a gradient without a clear fault. A gradient of
-    few elements tells little, so it joins the others.
+    Gradients behind one without a clear fault are left out, as they may follow from it. A gradient of few elements is
+    weak evidence, so it joins the others.
     """
     telling = [one for one in wrong if one.size > MOST_SMALL or one.kind not in _VAGUE] or list(wrong)
     groups: dict[tuple, list[Wrong]] = {}
@@ -153,7 +153,7 @@ def grouped(wrong: Sequence[Wrong]) -> list[list[Wrong]]:
 
 
 def _joined(groups: list[list[Wrong]]) -> list[list[Wrong]]:
-    """Where each rank's gradients have a factor of its own, the sharded ones seem to have that of one rank."""
+    """Join scaled gradients with those whose factor differs by rank: a shard shows only the factor of one rank."""
     scales = [scale for group in groups for one in group for scale in one.scales]
     factors = [one.factor for group in groups for one in group if one.kind == "scaled"]
     is_within = all(f is not None and min(scales) - 1e-2 <= f <= max(scales) + 1e-2 for f in factors if scales)

@@ -1,7 +1,7 @@
-"""What may make gradients wrong that have the same fault: each with the change of the run that would repair it.
+"""Hypotheses about gradients that share a fault, each with the change of the run that would repair it.
 
-Only what fits the numbers of the run is worth a new one: a factor that a line multiplies by, a sum over ranks that is
-the reference's gradient, a count of targets. Which of them is the cause is decided by `repairs.proven`.
+A new run is only worth its time for a change that fits the numbers of this run: a factor that a line multiplies by, a
+sum over ranks that equals the reference's gradient, a count of targets. `repairs.proven` decides which is the cause.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tplab.units import plain, ranks_text
 
 
 def hypotheses(case: Case) -> list[Hypothesis]:
-    """The likeliest first."""
+    """Return hypotheses, the likeliest first."""
     known = dict[str, Hypothesis]()
     for one in _Hypotheses(case).all():
         known.setdefault(f"{one.repair.kind} {one.repair.words}", one)
@@ -63,7 +63,7 @@ class _Hypotheses:
     # --- parts of a sum ----------------------------------------------------------------------------------------------
 
     def _not_added_up(self) -> Iterator[Hypothesis]:
-        """The reference's gradient is a sum, or a mean, of those of ranks: nothing adds them up."""
+        """Yield missing reductions: the reference's gradient is the sum, or the mean, of the ranks'."""
         facts, case = self.facts, self.case
         line = "" if case.is_all or case.left_out else case.in_backward
         lines = [(line, "")] * bool(line) + [(at, "function") for at in (facts.trails.unsummed if facts.trails else ())]
@@ -87,11 +87,11 @@ class _Hypotheses:
                 yield Hypothesis(self.case.combined(combine, way, 1.0, words), cause, where, thread(key))
 
     def _are_copies(self, way: Groups) -> bool:
-        """Whether ranks of one group saw the same samples."""
+        """Return whether ranks of one group saw the same samples."""
         return any(len(set(group) & set(copies)) > 1 for group in way for copies in self.facts.copies)
 
     def _cause_of_parts(self, way: Groups) -> tuple[str, str, str]:
-        """Cause, line, thread."""
+        """Return the cause, the line and the thread."""
         case = self.case
         if case.is_all and (over := self._over_copies()):
             cause = (
@@ -131,26 +131,26 @@ class _Hypotheses:
         return cause, case.in_backward or case.left_out or case.backward, "backward"
 
     def _is_right(self, way: Groups, combine: str) -> bool:
-        """Whether gradients that are combined so are the reference's, in the step that was seen."""
+        """Return whether combining the gradients this way gives the reference's in the step that was seen."""
         whole = self.facts.reference.gradients(self.facts.number)
         slack = {name: 1e-3 * largest(whole[name]) for name in self.names if name in whole}
         return all(adds_up(self.facts, name, way, combine, slack.get(name, 0.0)) for name in self.names)
 
     def _over_copies(self) -> tuple[int, ...]:
-        """The ranks of the collective that gradients are added up in, if all of them saw the same samples."""
+        """Return the ranks of the collective that reduces the gradients if all saw the same samples, else ()."""
         sent = [sent.ranks for sent in self.facts.sent("reduction", "backward") if sent.where == self.case.reduction]
         is_within = bool(sent) and all(any(set(ranks) <= set(group) for group in self.facts.copies) for ranks in sent)
         return sent[0] if is_within and len(sent[0]) > 1 else ()
 
     def _of_the_others(self) -> str:
-        """Where gradients are added up, where every rank saw samples of its own and these gradients are left out."""
+        """Return the line that reduces the other gradients, if every rank saw its own samples; or ""."""
         if self.case.left_out or self.case.reduction or any(len(group) > 1 for group in self.facts.copies):
             return ""
         given = [sent.where for sent in given_to(self.facts, self.case.others)]
         return given[-1] if given else line_of_buckets(self.facts, self.case.others)
 
     def _unsynchronised(self) -> str:
-        """Where the model is called past the DistributedDataParallel that is around it, which then sends nothing."""
+        """Return the line that calls the module inside DistributedDataParallel directly, so that nothing is sent."""
         is_past = (
             self.facts.line_of_script("wrapped")
             and not self.case.reduction
@@ -159,7 +159,7 @@ class _Hypotheses:
         return self.case.not_synchronised or (is_past and self.facts.line("call")) or self.case.where
 
     def _mixed(self) -> Iterator[Hypothesis]:
-        """A collective adds up gradients of different parts."""
+        """Yield a collective that adds up gradients of different parts."""
         if not (line := mixing(self.facts, self.names)):
             return
         what = "experts" if any("expert" in name for name in self.names) else "shards"
@@ -171,7 +171,7 @@ class _Hypotheses:
         yield from self._in_place_of(line, cause, where)
 
     def _other_groups(self) -> Iterator[Hypothesis]:
-        """A collective of these gradients is over another group than it should be."""
+        """Yield a collective of these gradients whose group may be wrong."""
         if self.case.reduction and self.case.reduction != mixing(self.facts, self.names):
             cause = (
                 "the sum over ranks leaves out some ranks, or includes too many: its group is not that of the ranks "
@@ -195,7 +195,7 @@ class _Hypotheses:
                 yield Hypothesis(repair, *told)
 
     def _scaled_unlike(self) -> tuple[str, str, str]:
-        """Cause, line and thread where each rank's gradients, and the ranks that they are added up over, are right."""
+        """Return cause, line and thread if each rank's gradients, and the group that reduces them, are right."""
         cause = (
             "the gradients of each rank are right after the backward pass, and so is their sum over the ranks of this "
             "collective: what is wrong is how the script changes them before, or after"
@@ -231,8 +231,8 @@ class _Hypotheses:
             yield Hypothesis(Repair("keep", words, line), cause, line, thread("microbatches"), tuple(also))
 
     def _terms(self) -> Iterator[Hypothesis]:
-        """A term of the loss is not divided by the number of microbatches, which is another one in the reference; or
-        by that of ranks, over which it is added up."""
+        """Yield terms of the loss that are not divided by the number of microbatches, which differs from the
+        reference's, or by the number of ranks that they are added up over."""
         facts = self.facts
         ours, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
         terms = next((dict.fromkeys(step.terms) for step in facts.mine if step.terms and self.kind == "other"), ())
@@ -264,7 +264,7 @@ class _Hypotheses:
         return len(set(counts)) > 1 and all(len(step.targets) == len(step.losses) for step in self.facts.mine)
 
     def _means(self) -> Iterator[Hypothesis]:
-        """Each loss counts as much as it has targets."""
+        """Yield repairs that weight each loss by its number of targets."""
         facts = self.facts
         counts = [sum(count for _, count, _ in step.targets) for step in facts.mine]
         of = f" (here the ranks have {', '.join(map(str, counts))})" if len(set(counts)) > 1 else ""
@@ -296,7 +296,7 @@ class _Hypotheses:
                 yield Hypothesis(Repair("loss", words, values=values), cause, where, thread("means"), tuple(also))
 
     def _weighted(self) -> Hypothesis:
-        """Each part is right by itself."""
+        """Return the hypothesis that each part is right and only its weight is wrong."""
         values = {(rank, self.facts.number, batch): by for (rank, batch), by in self.case.first.needed}
         words = f"the loss of each rank and microbatch times {', '.join(plain(by) for by in values.values())}"
         cause = (
@@ -318,7 +318,7 @@ class _Hypotheses:
             yield Hypothesis(repair, cause, self.facts.ours[0].made.get("BatchNorm") or self.facts.line("forward"))
 
     def _clipped(self) -> Iterator[Hypothesis]:
-        """What the script does to gradients, it does before they are averaged."""
+        """Yield changes that the script makes to gradients before they are averaged."""
         for done, cause in _EARLY.items():
             is_like = self.kind in ("by rank", "weights", "other") or (self.kind == "scaled" and done == "clip")
             if (is_like or done == "decay") and (line := self.facts.line(f"early {done}")):
@@ -327,7 +327,7 @@ class _Hypotheses:
                 yield Hypothesis(Repair("late", words, line), cause, line, link)
 
     def _unsynced(self) -> Iterator[Hypothesis]:
-        """The script keeps DistributedDataParallel or FSDP from adding up gradients, and does not let them again."""
+        """Yield a script that turns off the synchronisation of DistributedDataParallel or FSDP for good."""
         if line := self.facts.line_of_script("no sync"):
             cause = (
                 "gradients are accumulated and never synchronised (no_sync, set_requires_gradient_sync): synchronise "
@@ -340,7 +340,7 @@ class _Hypotheses:
                              thread("microbatches"))  # fmt: skip
 
     def _cut_off(self) -> Iterator[Hypothesis]:
-        """Collectives of torch.distributed that pass no gradient back to what they are given."""
+        """Yield collectives of torch.distributed that pass no gradient back to their inputs."""
         facts = self.facts
         for line, op in {at: op for seen in facts.ours for at, op in seen.cut.items()}.items():
             words = f"{op} at {line} passes back the sum of all ranks' gradients of what it is given"
@@ -353,7 +353,7 @@ class _Hypotheses:
             yield Hypothesis(Repair("through", words, line), cause, line, thread("cut off"), tuple(also))
 
     def _unwaited(self) -> Iterator[Hypothesis]:
-        """A collective that the script starts, and whose result it uses before it is there."""
+        """Yield a collective that the script starts and whose result it uses before waiting for it."""
         for line in dict.fromkeys(sent.where for sent in self.facts.sent("reduction", "backward") if sent.is_open):
             cause = "the script starts this collective and does not wait for it before the gradients are used"
             repair = Repair("wait", f"the collective that {line} starts is waited for at once", line)
@@ -365,8 +365,8 @@ def _changes(weights: dict[tuple[int, int, int], float]) -> bool:
 
 
 def _weights(ranks: Sequence[Seen], key: Callable[[int, int], int]) -> dict[tuple[int, int, int], float]:
-    """What each loss must be multiplied by, so that each target counts the same among those of one key: by rank, step
-    and microbatch."""
+    """Return the weight of each loss, by rank, step and microbatch, with which all targets of losses with the same key
+    count equally."""
     found = {}
     for number in range(min(seen.num_steps for seen in ranks)):
         groups: dict[int, dict[tuple[int, int], int]] = {}

@@ -1,4 +1,4 @@
-"""What the script logs, compared with what its reference logs."""
+"""The numbers that the script logs, compared with those of the reference."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def log(facts: Facts) -> Found:
 
 
 def _proof(facts: Facts, wrong: Differs) -> str:
-    """How the right number follows from what ranks have computed; "" if it was not seen."""
+    """Return how the right number follows from numbers that ranks computed; "" if it was not seen."""
     pairs = [pair for step in facts.mine for pair in step.evaluated]
     means = [float(np.mean([value for value, _ in step.evaluated])) for step in facts.mine if step.evaluated]
     slack = 2 * wrong.want.slack + 1e-4 * abs(wrong.want.value)
@@ -85,14 +85,14 @@ def _proof(facts: Facts, wrong: Differs) -> str:
 
 
 def _is_own(facts: Facts, wrong: Differs) -> bool:
-    """Whether the logged number is one that the rank has computed itself."""
+    """Return whether the rank computed the logged number from its own samples alone."""
     step, got = facts.mine[wrong.rank], wrong.got
     losses = [value for value, _ in step.losses]
     evaluated = [value for value, _ in step.evaluated]
     own = [*losses, *evaluated]
     for values in (losses, evaluated):
         own += [sum(values), float(np.mean(values))] if values else []
-    if theirs := [value for value, _ in facts.theirs[0].losses]:  # the backward pass may begin with a multiple of it
+    if theirs := [value for value, _ in facts.theirs[0].losses]:  # backward may be called on a multiple of it
         own += [value * wrong.want.value / (float(np.mean(theirs)) or 1.0) for value in own]
     return any(abs(value - got.value) <= 2 * got.slack + 1e-4 * abs(value) for value in own)
 
@@ -110,8 +110,8 @@ class Printed(NamedTuple):
 
     label   the words before it
     slack   half of its last digit
-    is_time whether it says how long something took, or how much of something there is
-    is_beside   whether it has decimals, and is in one line with something that says how well the model does
+    is_time whether it is a duration or an amount
+    is_beside   whether it has decimals and shares the line with a measure of the model's quality
     """
 
     label: str
@@ -123,7 +123,7 @@ class Printed(NamedTuple):
 
     @property
     def is_measure(self) -> bool:
-        """Whether it says how well the model does, and not how long something took, or how many ranks there are."""
+        """Whether it measures the model's quality, and not a duration or a number of ranks."""
         return not self.is_time and (self.is_beside or bool(_MEASURES.search(self.label)))
 
     @property
@@ -138,10 +138,10 @@ class Differs(NamedTuple):
 
 
 def compare_logs(ours: Sequence[Step], theirs: Step, again: Step | None, tolerance: float) -> tuple[int, list[Differs]]:
-    """How many numbers were compared in one step, and those that differ.
+    """Return how many numbers of one step were compared, and those that differ.
 
-    Lines are the same if they are but for their numbers. Where several ranks print a line with different numbers, each
-    prints its own on purpose. `again` is another run of the reference: what it changes, such as times, is left out.
+    Lines correspond if they are equal up to their numbers. A line that several ranks print with different numbers is
+    each rank's own on purpose. Numbers that change in `again`, another run of the reference, are left out: times, say.
     """
     wanted, twice = _lines(theirs), _lines(again) if again is not None else {}
     printed = [_lines(step) for step in ours]
@@ -170,7 +170,7 @@ def compare_logs(ours: Sequence[Step], theirs: Step, again: Step | None, toleran
 
 
 def _lines(step: Step) -> dict[str, list[list[Printed]]]:
-    """The lines of output by their text without numbers: the numbers of each line."""
+    """Return the numbers of each line of output, by the line's text without numbers."""
     found: dict[str, list[list[Printed]]] = defaultdict(list)
     for text, where in _joined(step.prints):
         numbers = list(_numbers(text, where))
@@ -180,7 +180,7 @@ def _lines(step: Step) -> dict[str, list[list[Printed]]]:
 
 
 def _joined(prints: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Whole lines, each with the line of the program that has begun it."""
+    """Yield whole lines of output, each with the line of the program that began it."""
     begun, at = "", ""
     for text, where in prints:
         at = at if begun else where

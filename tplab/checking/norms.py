@@ -1,6 +1,6 @@
-"""The norm of the gradients, and what they are clipped by.
+"""The norm of the gradients, and clipping by it.
 
-A script that clips by hand shows no norm, but by how much it has scaled its gradients: max_norm / norm, or 1.
+A script that clips by hand shows no norm, only the factor by which it scales its gradients: max_norm / norm, or 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tplab.checking.same_model import named
 from tplab.units import plain, ranks_text
 
 _CLIPS = 1 - 1e-3
-"""Gradients that are scaled by less than this are clipped."""
+"""A factor below this means that gradients are clipped."""
 
 
 def norm(facts: Facts) -> Found:
@@ -43,14 +43,14 @@ def norm(facts: Facts) -> Found:
 
 
 def _covered(facts: Facts, want: float, names: Sequence[str]) -> Sequence[str]:
-    """Of which parameters the reference takes a norm: those that are clipped by it, or all."""
+    """Return the parameters of the reference's norm: those that are clipped by it, or all."""
     whole = facts.reference.gradients(facts.number)
     square = sum(float((whole[name].astype(np.float64) ** 2).sum()) for name in names if name in whole)
     return names if abs(square**0.5 - want) <= 1e-3 * want else list(whole)
 
 
 def _scaled(facts: Facts) -> Found:
-    """By how much gradients were scaled after their norm was taken."""
+    """Compare the factors by which gradients were scaled after their norm was taken."""
     should, scales = _scales(facts)
     if should is None:
         return
@@ -74,8 +74,8 @@ def _scaled(facts: Facts) -> Found:
 
 
 def _norms(facts: Facts, scales: Mapping[int, float], limit: float) -> dict[int, float]:
-    """The norm that each rank must have taken, where gradients of a larger one than `limit` are clipped to it. A rank
-    that has not clipped took a smaller one: its own, or nothing is known."""
+    """Return the norm that each rank must have computed if it clips gradients to the norm `limit`. A rank that has not
+    clipped computed a smaller one: its own, or an unknown one."""
     found = {}
     for rank, scale in scales.items():
         own = norm_of(facts.mine[rank].gradients)
@@ -89,7 +89,7 @@ def _norms(facts: Facts, scales: Mapping[int, float], limit: float) -> dict[int,
 def _wrong(
     facts: Facts, wrong: Mapping[int, float], want: float, line: str, having: Sequence[int], names: Sequence[str]
 ) -> Found:
-    """These ranks' norms are not the reference's. names: of the parameters whose gradients they are the norms of"""
+    """Yield a finding for ranks whose norms are not the reference's. names: the parameters that the norm covers"""
     rank, got = next(iter(wrong.items()))
     cause, key = _counted(facts, wrong, names)
     factor = got / want if want else None
@@ -112,7 +112,7 @@ _OWN = "each rank takes the norm of only what it holds: add up the squares over 
 
 
 class _Way(NamedTuple):
-    """A way to count the squares of some gradients. squares: what a rank gets; words: what is wrong with it"""
+    """A way to count the squares of some gradients. squares: the sum on a rank; words: what is wrong with this way"""
 
     squares: Callable[[int], float]
     words: str = ""
@@ -120,8 +120,8 @@ class _Way(NamedTuple):
 
 
 def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tuple[str, str]:
-    """Which squares ranks have counted how often, judging by their norms, and the key of a thread. Parameters whose
-    parts are on the same ranks are counted alike. Only one mistake is looked for: two explain almost any norm."""
+    """Return which squares the ranks counted how often, given their norms, and the key of a thread. Parameters whose
+    parts are on the same ranks count alike. Only single mistakes are tried: two explain almost any norm."""
     alike: dict[Any, list[str]] = {}
     for name in names:
         alike.setdefault(tuple(map(tuple, facts.groups(name).values())), []).append(name)
@@ -150,11 +150,11 @@ def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tu
 
 
 _MOST_KINDS = 6
-"""Of parameters, by which ranks hold them. Of up to so many, any may be counted wrongly; of more, all that can be."""
+"""Up to this many groups of parameters, by their ranks, any subset may be counted wrongly; of more, all at once."""
 
 
 def _is_norm(got: Mapping[int, float], squares: Callable[[int], float]) -> bool:
-    """Whether these are the norms of what adds up to so much on each rank."""
+    """Return whether the squares of each rank give its norm."""
     return all(abs(squares(rank) ** 0.5 - value) <= 1e-4 * value for rank, value in got.items())
 
 
@@ -162,7 +162,7 @@ _NOT_THE_NORM = "this is not the norm of the whole gradient: parts are missing, 
 
 
 def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], are_all: bool) -> Iterator[_Way]:
-    """The right one first. are_all: whether they are all parameters"""
+    """Yield ways to count the squares, the right one first. are_all: whether `names` are all parameters"""
     held = {rank: list(_squares(facts, rank, names)) for rank in range(facts.num_ranks)}
     own = {rank: sum(float(x.sum()) for x in squares) for rank, squares in held.items()}
     firsts, those = [group[0] for group in groups], "all gradients" if are_all else named(names)
@@ -180,21 +180,21 @@ def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], a
 
 
 def _squares(facts: Facts, rank: int, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """Of each element of a rank's gradients of these parameters."""
+    """Yield the squares of a rank's gradients of these parameters, elementwise."""
     for at, mine, _ in (one for name in names for one in facts.holders(name)):
         if at == rank and (piece := facts.mine[rank].gradients.get(mine)) is not None:
             yield piece.values.astype(np.float64) ** 2
 
 
 def _every_nth(count: int) -> Iterator[range]:
-    """Some of the ranks: as those with one index along an axis."""
+    """Yield sets of ranks that may share an index along an axis."""
     for size in (size for size in range(2, count) if count % size == 0):
         yield from (range(first, count, size) for first in range(size))
         yield from (range(first, first + size) for first in range(0, count, size))
 
 
 def _repairs(facts: Facts, line: str) -> Iterator[Repair]:
-    """Gradients clipped by the reference's norm, and scaled by the number that the reference scales them by."""
+    """Yield repairs: clip by the reference's norm, and scale by the reference's factor."""
     steps = [facts.reference.steps(number)[0] for number in range(facts.reference.num_steps)]
     norms = {(number, turn): value for number, step in enumerate(steps) for turn, (value, *_) in enumerate(step.norms)}
     if norms:
@@ -209,9 +209,9 @@ def _repairs(facts: Facts, line: str) -> Iterator[Repair]:
 
 
 def _scales(facts: Facts) -> tuple[float | None, dict[int, float]]:
-    """By how much the reference, and each rank, has multiplied the reference's gradients when the optimizer gets them;
-    None, and no rank, where no norm of them was taken. A rank is compared by what it holds: experts, of which others
-    hold other ones, may be clipped apart from the rest."""
+    """Return the factors by which the reference and each rank scale the gradients before the optimizer gets them; None
+    and no rank if no norm was taken. Each rank is judged by its own parameters: experts may be clipped apart from the
+    rest."""
     whole, final = facts.reference.gradients(facts.number), facts.reference.finals(facts.number)
     products: dict[int, list[float]] = {}
     for name, rank, _, got, want, place in facts.pieces("finals", {name: final[name] for name in whole}):

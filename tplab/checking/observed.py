@@ -1,7 +1,7 @@
-"""What is observed of a tensor: how the ranks' pieces make up the whole one of the reference, and by which factor.
+"""How the ranks' pieces make up the whole tensor of the reference, and by which factor.
 
-Along each axis that is its type, as in `tplab.checking.types`: R where ranks hold copies, V(d) where they hold pieces
-cut along d, P where they hold parts of a sum, V where they hold something else.
+Along each axis this is the tensor's type, as in `tplab.checking.types`: R if ranks hold copies, V(d) if they hold
+pieces cut along d, P if they hold parts of a sum, otherwise V.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Kind = Literal["not finite", "equal", "scaled", "multiples", "parts", "pieces", 
 class Observed(NamedTuple):
     """How ranks hold a tensor.
 
-    kind    "equal": each has its piece. "scaled": `factor` times it. "multiples": each has another multiple of it,
-            `factors`. "parts": over `axes` they add up to `factor` times it. "pieces": each has the piece of another
-            rank, `ranks`. "apart": ranks of `axes` that should hold copies do not; `ranks` are right. "not finite": on
-            `ranks`, or in the reference where there are none. "shape": in no layout would they hold such pieces.
-            "other": none of these
-    layout  in which they hold it
+    kind    "equal": each has its piece. "scaled": `factor` times its piece. "multiples": a different multiple on each
+            rank, `factors`. "parts": over `axes` they add up to `factor` times the whole. "pieces": each has the piece
+            of another rank, `ranks`. "apart": ranks of `axes` that should hold copies do not; `ranks` are right. "not
+            finite": on `ranks`, or in the reference if there are none. "shape": no layout gives such pieces. "other":
+            none of these
+    layout  the layout in which they hold it
     gap     the largest difference of any element
     """
 
@@ -54,7 +54,7 @@ class Observed(NamedTuple):
         return self.kind == "parts"
 
     def types(self, mesh: Mesh) -> Mapping[str, Type]:
-        """The type along each axis."""
+        """Return the type along each axis."""
         cuts = dims_cut(self.layout.spec)
         if self.kind in ("not finite", "shape", "other", "multiples"):
             return dict.fromkeys(mesh.axis_names, V)
@@ -63,8 +63,8 @@ class Observed(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way to hold a tensor: what each rank should have; and, by axes, the groups of ranks whose parts may add up to
-    it."""
+    """A way to hold a tensor: the expected value on each rank; and, by axes, the groups of ranks whose parts may add up
+    to it."""
 
     want: Mapping[int, np.ndarray]
     groups: Sequence[tuple[tuple[str, ...], Sequence[Sequence[int]]]]
@@ -75,12 +75,12 @@ def observed(
     pieces: Sequence[np.ndarray], whole: np.ndarray, mesh: Mesh, tolerance: float, layout: Layout | None = None,
     likely: Collection[str] = (),
 ) -> Observed:  # fmt: skip
-    """How the ranks of a mesh hold `whole`.
+    """Return how the ranks of a mesh hold `whole`.
 
     pieces      one per rank; a piece may be padded: elements beyond the layout's must be zeros
     tolerance   how far rounding may take any element
-    layout      the one in which they should hold it; None for any
-    likely      axes that come first where several layouts fit, as they do zeros over two axes of one size
+    layout      the expected layout; None for any
+    likely      axes to prefer if several layouts fit, as they do for zeros over two axes of one size
     """
     got = {rank: np.asarray(piece, np.float64) for rank, piece in enumerate(pieces)}
     whole = np.asarray(whole, np.float64)
@@ -120,10 +120,10 @@ def first_fit(
     plain: Sequence[float] = (),
     apart: bool = False,
 ) -> Observed | None:
-    """The first way in which ranks hold pieces; else a multiple of them; else parts of a sum; None if there is none.
+    """Return the first way in which ranks hold pieces; else a multiple of them; else parts of a sum; else None.
 
-    plain   the only factors that count; () for any. Few elements are a multiple of any others
-    apart   whether each rank may hold another multiple
+    plain   the only factors that count; () for any. A few elements are a multiple of any others
+    apart   whether the factor may differ by rank
     """
     held: list[tuple[Way, dict[int, np.ndarray], float]] = []
     for way in ways:
@@ -144,7 +144,7 @@ def first_fit(
     summed = []
     for way, here, gap in held:
         for axes, groups in way.groups:
-            if not agree(here, groups, tolerance):  # copies are no parts
+            if not agree(here, groups, tolerance):  # copies are not parts of a sum
                 totals = [np.sum([here[rank] for rank in group], 0) for group in groups]
                 summed.append((way, gap, axes, groups, list(zip(totals, [way.want[group[0]] for group in groups]))))
     for way, gap, axes, groups, pairs in summed:
@@ -155,7 +155,7 @@ def first_fit(
         pairs = [(here[rank], way.want[rank]) for rank in got if largest(way.want[rank]) > tolerance]
         each = tuple(factor_between([pair], tolerance) or 0.0 for pair in pairs)
         differ = (max(each) - min(each)) * max(largest(want) for _, want in pairs) > 4 * tolerance if each else False
-        if differ and all(each) and all(want.size > 1 for _, want in pairs):  # a single number is one of any other
+        if differ and all(each) and all(want.size > 1 for _, want in pairs):  # any number is a multiple of another
             return Observed("multiples", way.layout, factors=each, gap=gap)
     for way, gap, axes, groups, pairs in summed:
         is_number = len({want.tobytes() for _, want in pairs}) == 1 and pairs[0][1].size < 2 and not plain
@@ -166,9 +166,9 @@ def first_fit(
 
 
 def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) -> list[Observed] | None:
-    """All ways in which ranks may hold `whole`, or it times the number of ranks along axes that divide it or its sum:
-    "equal", "scaled", "parts". Otherwise "apart", where only the ranks at one place of an axis have it. None where
-    shapes fit none.
+    """Return all ways in which ranks may hold `whole`, or a multiple of it by a number of ranks along axes that cut or
+    sum it: "equal", "scaled", "parts". If there is none: "apart", if only the ranks at one place of an axis have it.
+    None if no layout fits the shapes.
 
     x           of each rank: [rank, ...]
     tolerance   relative to the largest element of either
@@ -209,7 +209,7 @@ def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) ->
 def factor_between(
     pairs: Sequence[tuple[np.ndarray, np.ndarray]], tolerance: float, plain: Sequence[float] = ()
 ) -> float | None:
-    """The one factor between all pairs, if it is not 0; None if there is none."""
+    """Return the one factor between all pairs; None if there is none or it is 0."""
     square = sum(float((want * want).sum()) for _, want in pairs)
     if square == 0:
         return None
@@ -222,24 +222,24 @@ def factor_between(
 
 
 def whose(got: Mapping[int, np.ndarray], want: Mapping[int, np.ndarray], tolerance: float) -> tuple[int, ...]:
-    """The rank that should have what each has: itself where it may be; -1 where none should."""
+    """Return, for each rank, the rank that should hold its piece: itself if possible; -1 if none should."""
     return tuple(next((r for r in (rank, *want) if _close(x, want[r], tolerance)), -1) for rank, x in got.items())
 
 
 def agree(got: Mapping[int, np.ndarray] | Sequence[np.ndarray], groups: Iterable[Sequence[int]], slack: float) -> bool:
-    """Whether the ranks of each group hold the same."""
+    """Return whether the ranks of each group hold equal tensors."""
     return all(_close(got[first], got[other], slack) for first, *rest in groups for other in rest)
 
 
 def axis_sets(mesh: Mesh, without: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
-    """The mesh's axes with more than one rank: each alone, and all combinations."""
+    """Yield the mesh's axes with more than one rank: each alone, and all combinations."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1 and name not in without]
     for count in range(1, len(names) + 1):
         yield from combinations(names, count)
 
 
 def fitted(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The piece without the trailing zeros that make the last ranks' pieces as large as the others'."""
+    """Return the piece without the trailing zeros that pad the last ranks' pieces to the size of the others."""
     if (
         piece.shape == shape
         or piece.ndim != len(shape)
@@ -259,7 +259,7 @@ def _close(got: np.ndarray, want: np.ndarray, slack: float) -> bool:
     return got.shape == want.shape and largest(got - want) <= slack
 
 
-# --- ranks that are not on a mesh, or of which some have none of it ---------------------------------------------------
+# --- ranks that are not on a mesh, or some of which hold no piece -----------------------------------------------------
 
 FEW = 2
 """So few elements are a multiple of any others: only plain factors count."""
@@ -268,8 +268,8 @@ MOST_WAYS = 400
 
 
 def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: int) -> Observed | None:
-    """How `want` is spread over ranks, up to 1e-3 of its largest element (of a single number, 1e-4): float32 in a few
-    layers, added up in another order. None if it is in no way that is known.
+    """Return how `want` is spread over ranks, up to 1e-3 of its largest element (1e-4 for a single number), which is
+    the error of float32 sums in another order over a few layers. None if it is spread in no known way.
 
     pieces   of each rank that has one
     """
@@ -286,24 +286,24 @@ def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: i
         Way(dealt, [((), alike)] if len({len(group) for group in alike}) == 1 < len(alike[0]) else [])
         for dealt, alike in islice(_ways_to_cut(want, next(iter(got.values())).shape, num_ranks, got), MOST_WAYS)
     ]
-    tolerance = 1e-3 if want.size > 1 else 1e-4  # what a number was added up from may be off by more
+    tolerance = 1e-3 if want.size > 1 else 1e-4  # the terms of a number may be off by more
     return first_fit(got, ways, tolerance * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
 
 
 Dealt = dict[int, np.ndarray]
-"""What each rank gets of a tensor."""
+"""The part of a tensor on each rank."""
 
 
 def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int, orders: int | None = 1) -> Iterator[Dealt]:
-    """Each way to deal a tensor to ranks in parts of this shape, so that all of it is on some rank: contiguous parts,
-    and others in so many of `_orders`."""
+    """Yield each way to distribute a whole tensor over ranks in parts of this shape: contiguous parts, and others in
+    the first `orders` of `_orders`."""
     for want, alike in _ways_to_cut(whole, mine, num_ranks, range(num_ranks), most_orders=orders):
         if len(alike) * prod(mine) == whole.size:
             yield want
 
 
 def in_step(dealt: Sequence[Iterable[Dealt]]) -> Iterator[tuple[Dealt, ...]]:
-    """The deals of several tensors, the first of each together, and so on. The only one of a tensor goes with all."""
+    """Yield the n-th deals of several tensors together. A tensor's only deal goes with all deals of the others."""
     every = [list(one) for one in dealt]
     for number in range(max(map(len, every), default=0)):
         if all(number < len(one) or len(one) == 1 for one in every):
@@ -313,8 +313,8 @@ def in_step(dealt: Sequence[Iterable[Dealt]]) -> Iterator[tuple[Dealt, ...]]:
 def _ways_to_cut(
     whole: np.ndarray, mine: tuple[int, ...], num_ranks: int, ranks: Iterable[int], most_orders: int | None = None
 ) -> Iterator[tuple[Dealt, list[list[int]]]]:
-    """Each way to cut tensors of this shape out of the whole: what each of `ranks` gets, and which get the same. Along
-    a dim, elements may be in each of the first `most_orders` of `_orders`."""
+    """Yield each way to cut tensors of this shape out of the whole: the part of each of `ranks`, and groups of ranks
+    with the same part. Along a dim, elements are in one of the first `most_orders` of `_orders`."""
     if len(mine) != whole.ndim:
         return
     for chosen in product(*(list(_of_dim(a, b, num_ranks, most_orders)) for a, b in zip(mine, whole.shape))):
@@ -326,22 +326,22 @@ def _ways_to_cut(
 
 
 def _of_dim(mine: int, whole: int, num_ranks: int, most_orders: int | None) -> Iterator[Callable[[int], np.ndarray]]:
-    """The elements of a dim that a rank has, in each way to cut it."""
+    """Yield the index of a rank's elements along a dim, for each way to cut it."""
     if mine == whole:
         yield lambda rank: np.arange(whole)
         return
     if not mine or whole % mine:
         return
     count = whole // mine
-    most = num_ranks // count  # so many ranks on the next part may be, as along each axis of a mesh
+    most = num_ranks // count  # up to so many neighbours may share a part, as along an axis of a mesh
     for apart in (n for n in range(1, most + 1) if num_ranks % (n * count) == 0):
         for order in islice(_orders(whole, count), most_orders):
             yield lambda rank, order=order, apart=apart: order[rank // apart % count]
 
 
 def _orders(whole: int, count: int) -> Iterator[np.ndarray]:
-    """[count, whole / count]: contiguous; every n-th; a part of each of several fused tensors; first and last together,
-    as of sequences that are balanced for causal attention."""
+    """Yield orders [count, whole / count]: contiguous; every n-th; a part of each of several fused tensors; first and
+    last together, as in sequences that are balanced for causal attention."""
     every = np.arange(whole)
     yield every.reshape(count, -1)
     yield every.reshape(-1, count).T

@@ -1,4 +1,4 @@
-"""Which part of the reference's parameter each rank's tensor is: by what the script says, by name, shape and values."""
+"""The part of the reference's parameter that each rank's tensor is: by the script's offsets, name, shape and values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CLOSE = 1e-5
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank's tensor is: some elements of a tensor of the reference.
+    """The elements of a reference tensor that a rank's tensor consists of.
 
     name      the reference's
     index     for each dim, the ranges of elements; the same for ranks that hold copies
-    fits      whether the values are the reference's, to begin with
-    elements  for a part that is cut in another way, the number of each of its elements; `shape` is the part's, also of
-              the last part of a flat tensor that is filled up with zeros
+    fits      whether the initial values are the reference's
+    elements  for a part that is cut in another way, the number of each of its elements; `shape` is the part's, which is
+              also given for the zero-padded last part of a flat tensor
     """
 
     name: str
@@ -38,7 +38,7 @@ class Place:
     shape: tuple[int, ...] = ()
 
     def take(self, whole: np.ndarray) -> np.ndarray:
-        """This part of the reference's tensor, or of anything of its shape."""
+        """Return this part of the reference's tensor, or of any tensor of its shape."""
         if self.elements is not None:
             return whole.reshape(-1)[self.elements].reshape(self.shape)
         for dim, ranges in enumerate(self.index):
@@ -53,7 +53,7 @@ Places = dict[tuple[int, str], Place]
 
 
 def whole_of(pieces: Sequence[Piece | None]) -> np.ndarray | None:
-    """One tensor of the ranks' pieces: put together where the script says where they are; otherwise they are copies."""
+    """Return one tensor made of the ranks' pieces, assembled if the script gives their offsets; else one copy."""
     there = [piece for piece in pieces if piece is not None]
     if not there:
         return None
@@ -70,9 +70,9 @@ def whole_of(pieces: Sequence[Piece | None]) -> np.ndarray | None:
 def find_places(
     ours: Sequence[Seen], whole: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray] | None = None
 ) -> Places:
-    """The place of every rank's parameters in the reference's, whose weights at the start are `whole`. A parameter of
-    which the reference has none is left out. `gradients` are the reference's in the first step: they tell apart the
-    parts of a parameter that is constant at the start."""
+    """Return the place of every rank's parameters in the reference's, whose initial weights are `whole`. Parameters
+    without a counterpart are left out. `gradients` are the reference's of the first step: they tell apart the parts of
+    a parameter that is constant at the start."""
     found: Places = {}
     values = _Values(whole)
     for rank in range(len(ours)):
@@ -88,15 +88,15 @@ def _of_rank(
     gradients: Mapping[str, np.ndarray],
 ) -> Iterator[tuple[str, Place]]:
     seen = ours[rank]
-    votes: Counter[tuple[int, int]] = Counter()  # of how many chunks a rank has which
+    votes: Counter[tuple[int, int]] = Counter()  # (number of chunks, the rank's chunk)
     renamed: dict[str, str] = {}
     late = []
     is_named = any(not is_number(name) for name in seen.weights)
     for name, piece in seen.weights.items():
         fitting = list(_fitting(piece, name, whole))
         if not fitting and not is_constant(piece.values):
-            names = [name] if name in whole else []  # then others of its shape: a stage's layers may be numbered anew
-            # Values alone do not decide: from one seed, ranks draw parts of another parameter
+            names = [name] if name in whole else []  # then others of its shape: a stage may renumber its layers
+            # Values alone do not decide: with one seed, a rank may draw a part of another parameter
             names += [other for other, x in whole.items() if other != name and x.shape == whole.get(name, x).shape]
             fitting = list(islice((place for other in names for place in _fitting(piece, other, whole)), 1))
             fitting = fitting or list(islice(values.find(piece.values, names), 1))
@@ -109,16 +109,16 @@ def _of_rank(
             votes.update(_chunks(fitting[0], whole))
             _learn(renamed, name, fitting[0].name)
             yield name, fitting[0]
-        elif not (is_named and is_number(name)) or name in seen.used:  # not an optimizer's own piece of others
+        elif not (is_named and is_number(name)) or name in seen.used:  # not an optimizer's own flat piece of others
             late.append((name, piece, fitting))
     for name, piece, fitting in late:
         known = _rename(renamed, name)
-        if known not in whole:  # its module holds a tied parameter, by which it seems to be another module
+        if known not in whole:  # a tied parameter may have mapped its module to another one
             ends = [other for other in whole if other.endswith(f".{name}") and list(_fitting(piece, other, whole))]
             known = ends[0] if len(ends) == 1 else known
         if known != name:
             fitting = list(_fitting(piece, known, whole)) or fitting
-        if is_number(name):  # of no module, as where a stage takes the matrix of another's embedding
+        if is_number(name):  # of no module, as when a stage uses another's embedding matrix
             alike = [other for other, x in whole.items() if x.shape == piece.values.shape]
             known = alike[0] if len(alike) == 1 else known
         candidates = fitting or [Place(known, index, False) for index in _indices(piece, known, whole)]
@@ -140,8 +140,8 @@ class _Values:
         self._alike: dict[tuple, list[str]] = {}
 
     def twins(self, name: str) -> list[str]:
-        """The parameters that have the values of this one, if there are others: of those that are tied a rank may have
-        one, and another rank the other."""
+        """Return the parameters that have the values of this one, if there are several: ranks may each hold another one
+        of tied parameters."""
         if not self._alike:
             for other, x in self._whole.items():
                 self._alike.setdefault((x.shape, checksum(x)), []).append(other)
@@ -149,7 +149,7 @@ class _Values:
         return found if len(found) > 1 else []
 
     def find(self, piece: np.ndarray, names: Sequence[str]) -> Iterator[Place]:
-        """The places of these values in parameters of these names."""
+        """Yield the places of these values in parameters of these names."""
         some = piece.reshape(-1)[:MOST_TRIED]
         for other in names:
             if self._whole[other].size < piece.size or self._whole[other].dtype != piece.dtype:
@@ -165,7 +165,7 @@ class _Values:
                 yield Place(other, index, True, found, piece.shape)
 
     def _numbers(self, name: str, values: np.ndarray) -> np.ndarray | None:
-        """The number of each of these values in a parameter; None if one of them is not there."""
+        """Return the index of each of these values in a parameter; None if one of them is missing."""
         order, known = self._sorted[name]
         at = np.minimum(np.searchsorted(known, values), known.size - 1)
         return order[at] if np.array_equal(known[at], values) else None
@@ -175,19 +175,19 @@ MOST_TRIED = 16
 
 
 def _siblings(name: str, other: str, held: Mapping[str, Piece], whole: Mapping[str, np.ndarray]) -> int:
-    """How many of a rank's parameters the reference has, if what the rank calls `name` is the reference's `other`."""
+    """Return how many of a rank's parameters have a counterpart if the rank's `name` is the reference's `other`."""
     renamed = dict[str, str]()
     _learn(renamed, name, other)
     return sum(_rename(renamed, one) in whole for one in held if _rename(renamed, one) != one)
 
 
 def is_number(name: str) -> bool:
-    """Whether a parameter belongs to no module, so that its name is a number."""
+    """Return whether a parameter belongs to no module, so that its name is a number."""
     return name.startswith("parameter ")
 
 
 def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterator[Place]:
-    """The places in the reference's parameter `name` where the piece has its values."""
+    """Yield the places in the reference's parameter `name` that have the values of the piece."""
     if name not in whole:
         return
     slack = _CLOSE * largest(whole[name])
@@ -203,7 +203,7 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
 
 
 def _indices(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterator[Index]:
-    """The places where a tensor of this shape may be, the simplest first."""
+    """Yield the places that a tensor of this shape may have, the simplest first."""
     shape = whole[name].shape if name in whole else None
     local = piece.values.shape
     if shape is None or len(shape) != len(local):
@@ -217,7 +217,7 @@ def _indices(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
 
 
 def _ranges(size: int, mine: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Which of `size` elements a rank with `mine` of them may have: all, a chunk, or a chunk of each fused part."""
+    """Yield the ranges of a rank with `mine` of `size` elements: all, a chunk, or a chunk of each fused part."""
     if mine == size:
         yield ((0, size),)
     if not 0 < mine < size:
@@ -232,7 +232,7 @@ def _ranges(size: int, mine: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def _chunks(place: Place, whole: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
-    """For each dim that is cut: into how many chunks, and which one it is."""
+    """Return, for each dim that is cut, the number of chunks and which one it is."""
     found = []
     if place.elements is not None:
         return found
@@ -245,7 +245,7 @@ def _chunks(place: Place, whole: Mapping[str, np.ndarray]) -> list[tuple[int, in
 
 
 def _nearest(candidates: Sequence[Place], seen: Seen, name: str, gradients: Mapping[str, np.ndarray]) -> Place | None:
-    """The place where the reference's gradient is most like the rank's, but for a factor."""
+    """Return the place whose reference gradient is most parallel to the rank's."""
     mine = seen.steps[0].gradients.get(name) if seen.steps else None
     if mine is None or candidates[0].name not in gradients:
         return None
@@ -259,7 +259,7 @@ def _nearest(candidates: Sequence[Place], seen: Seen, name: str, gradients: Mapp
 
 
 def _turn(rank: int, ours: Sequence[Seen], name: str) -> int:
-    """Which of the different values of a tensor a rank has, in the order of ranks."""
+    """Return which of the distinct values of a tensor a rank has, in the order of ranks."""
     values = [seen.weights[name].values for seen in ours if name in seen.weights]
     distinct: list[np.ndarray] = []
     for x in values:
@@ -270,7 +270,7 @@ def _turn(rank: int, ours: Sequence[Seen], name: str) -> int:
 
 
 def _learn(renamed: dict[str, str], name: str, other: str) -> None:
-    """Note how a name differs from the reference's: as by the number of a stage's first layer."""
+    """Note how a name differs from the reference's, for example in the number of a stage's first layer."""
     mine, theirs = name.split("."), other.split(".")
     while mine and theirs and mine[-1] == theirs[-1]:
         mine, theirs = mine[:-1], theirs[:-1]

@@ -1,4 +1,4 @@
-"""A comparison that looks for causes: a cause is stated where a new run with its repair was right."""
+"""A comparison that looks for causes. It states a cause only if a new run with its repair was right."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FORWARD = ("activation", "output", "loss")
 """Kinds of rows that come before the backward pass."""
 
 FACTS = ("tied", "fused", "missing", "not finite", "shape")
-"""Mistakes that are what is observed, and have no other cause."""
+"""Mistakes that are themselves what is observed, without a further cause."""
 
 MASKED = -3e4
-"""Scores below are masked: -inf, the smallest float16, -1e9."""
+"""Scores below this are masked: -inf, the smallest float16, -1e9."""
 
 NOT_COMPARED = "gradients are not compared: no output has the shape of a piece of the reference's"
 
 
 class Side(Protocol):
-    """One of the two models on its mesh. Its questions are answered for each rank.
+    """One of the two models on its mesh. Each query returns one answer per rank.
 
     order   the parameters in the order in which their gradients arrive, after `answer`
     """
@@ -43,13 +43,13 @@ class Side(Protocol):
     def outputs(self, at: Mapping[str, Any] | None = None) -> list[dict[str, np.ndarray]]: ...
 
     def answer(self, weights: Mapping[str, Any], optimizer: Any = None, at: Any = None) -> Sequence[Answer] | None:
-        """None where a trial fails, as ranks do not all run what it needs."""
+        """Return None if a trial fails because not all ranks run the operations that it changes."""
 
 
 class Check(Comparison):
     """A comparison of two sides.
 
-    apart   names of weights that are one in the reference and several in the model, by the name of each
+    apart   weights that are one in the reference and several in the model: the other names, by each name
     notes   sentences about the whole
     """
 
@@ -65,8 +65,8 @@ class Check(Comparison):
     ) -> None:  # fmt: skip
         """Add rows for outputs, the loss, gradients, and parameters after a step, and their causes.
 
-        agains   the reference where rounding is changed
-        trials   what to try on a model whose outputs are right, where a gradient is not; it may run the model, too
+        agains   the reference with changed rounding
+        trials   the trials for a wrong gradient of a model whose outputs are right; yielding them may run the model
         share_copies   see `weigh`
         before   the parameters before a step
         """
@@ -95,7 +95,7 @@ class Check(Comparison):
             self.compare_step(told, want, before)
 
     def _tied(self, row: Row, apart: Sequence[str], told: Sequence[Answer], want: Mapping[str, Any]) -> Row:
-        """For a weight that the reference uses twice, whether a wrong gradient is that of one use alone."""
+        """Return the row of a weight that the reference uses twice: its gradient may be that of one use alone."""
         words = f"one weight with {apart[0]} in the reference ('tied'), and two in the model"
         parts = [[rank["gradient"][name] for name in (row.name, *apart)] for rank in told]
         if all(x is not None and x.shape == rank[0].shape for rank in parts for x in rank):
@@ -106,12 +106,12 @@ class Check(Comparison):
 
     @property
     def first_wrong(self) -> Row | None:
-        """What is first wrong before the backward pass."""
+        """The first wrong row before the backward pass."""
         return next((row for row in self.rows if not row.ok and row.kind in FORWARD), None)
 
     def prove(self, row: Row, trials: Iterable[Trial], makes_right: Callable[[Trial], str]) -> str:
-        """Enter the repair into a row: a trial with which a new run is right, or two if either would do. What to say
-        instead where there is none: the cause is not known, and what was tried; "" if it is proven.
+        """Enter the repair into a row: a trial with which a new run is right, or two if either would do. Return ""
+        then, and otherwise the words for an unknown cause and the trials.
 
         makes_right   what is right with a trial: "all outputs are right"; "" for nothing
         """
@@ -134,8 +134,8 @@ class Check(Comparison):
         self.rows[place] = replace(self.rows[place], words=words, mistake=mistake or self.rows[place].mistake, axes=())
 
     def scores(self, want: Sequence[np.ndarray], told: Sequence[Sequence[np.ndarray]]) -> list[Trial]:
-        """What to try on the first inputs of softmaxes that are not the reference's, if they are a multiple of them or
-        parts: a softmax of parts is no part of anything.
+        """Return trials for the first wrong inputs of softmaxes, if they are a multiple of the reference's or parts of
+        a sum: after a softmax, neither would be visible.
 
         want, told   the input of each softmax in the reference, in order; and for each rank
         """
@@ -159,8 +159,8 @@ class Check(Comparison):
         return []
 
     def additions(self, row: Row, addend: Addend | None, place: str, kind: str = "exit") -> list[Trial]:
-        """What to try on an output: a parameter that is added as often as an axis has ranks is there on one rank only;
-        or parts are added up, before what each rank adds to its own.
+        """Return trials for an output: apply a parameter that every rank adds on one rank only; or add up parts, before
+        each rank adds its own addend.
 
         place   of the output: a module, "" for the whole model. kind: "given" for a module's input
         """
@@ -185,7 +185,7 @@ class Check(Comparison):
         self, order: Sequence[str], told: Sequence[Answer], want: Answer, trials: Callable[[Row], Iterable[Trial]],
         answer: Callable[[Mapping[str, Any]], Sequence[Answer] | None],
     ) -> None:  # fmt: skip
-        """Where all outputs are right and gradients are not, look for a repair of the first wrong ones.
+        """If all outputs are right and gradients are not, look for a repair of the first wrong ones.
 
         trials   what to try on the model; `answer` runs it with the changes of a trial
         """
@@ -203,7 +203,8 @@ class Check(Comparison):
     def _mended(
         self, row: Row, rows: Sequence[Row], told: Sequence[Answer], want: Answer, answer: Any, trial: Trial
     ) -> str:
-        """What is right with a trial: nothing if neither this gradient nor one behind it is, or others turn wrong."""
+        """Return what is right with a trial: "" if it mends neither this gradient nor those behind it, or breaks
+        one."""
         again = self._with_sums(told, *trial.at["gradients"]) if "gradients" in trial.at else answer(trial.at)
         if again is None:
             return ""
@@ -220,8 +221,8 @@ class Check(Comparison):
         return "all gradients of parameters are right" if all(now[name] for name in self.layouts) else ""
 
     def _sums(self, row: Row) -> tuple[list[Trial], list[Trial]]:
-        """What is tried on gradients after the backward pass: all are added up or averaged, or those that are like this
-        one."""
+        """Return the trials for gradients after the backward pass: sum or average all of them, or those with the same
+        mistake."""
         if row.mistake not in ("partial", "mean") or not row.axes:
             return [], []
         op, done = ("sum", "added up") if row.mistake == "partial" else ("mean", "averaged")
@@ -251,14 +252,14 @@ class Check(Comparison):
         return found
 
     def report(self, order: Sequence[str]) -> ParallelReport:
-        """All rows, with gradients in the order in which the reference's arrive, and what follows from what."""
+        """Return the report, with gradients in the order in which the reference's arrive, and `follows` filled in."""
         rows = folded(in_backward_order(self.rows, order))
         begins = where_it_begins(rows)
         return ParallelReport(rows, mesh=str(self.mesh), notes=[*self.notes, *([begins] if begins else [])])
 
 
 def each_that_answers(sides: Iterable[Any], ask: Callable[[Any], Any]) -> Iterator[Any]:
-    """What the one rank of each side answers. A model may refuse inputs that are not exactly what they were."""
+    """Yield the answer of the one rank of each side. A model may reject inputs that are slightly changed."""
     for side in sides:
         with suppress(Exception):
             yield ask(side)[0]

@@ -1,4 +1,4 @@
-"""What was seen of a training script while it ran: step by step, on each rank, as NumPy arrays."""
+"""What was recorded of a training script while it ran: step by step, on each rank, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MOST_OF_A_PART = 512
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a tensor.
+    """A rank's part of a tensor.
 
-    shape   of the whole tensor, where the script says it, as a DTensor does; otherwise None
-    start   the place of the first element in the whole, likewise
+    shape   of the whole tensor if the script gives it, as a DTensor does; otherwise None
+    start   the index of the first element in the whole, likewise
     dtype   in which the script keeps it
     """
 
@@ -38,8 +38,8 @@ class Sent:
     moment  "between" (before the backward pass), "forward", "backward", "reduction" (after it), "step" (in the
             optimizer), "after"
     is_open whether the script itself must wait for it
-    size    of this rank's input, in elements; value: of one that is a single number
-    on      "parameter", "gradient" or "buffer" if it was given one, otherwise ""; names: its name
+    size    of this rank's input, in elements; value: the input if it is a single number
+    on      "parameter", "gradient" or "buffer" if the input is one, otherwise ""; names: its name
     """
 
     op: str
@@ -59,28 +59,28 @@ class Step:
     """One step of the optimizer on one rank, with everything since the step before.
 
     samples     the data that the model is called with: for each microbatch, name -> array
-    targets     what losses compare with, how many of them count, and the line
-    draws       samples that the script drew itself, by their line and the how-manieth time there
+    targets     the targets of losses, how many of them count, and the line
+    draws       samples that the script drew itself, by line and number of the draw there
     losses      where a backward pass begins: value and line
-    made        the lines that made the first of them, the last operation first, and what each multiplies by, if it does
-    terms       other lines that multiply numbers that it is made of, and by what
+    made        the lines that computed the first loss, the last one first, and the factor of each that only multiplies
+    terms       other lines that multiply terms of it, and their factors
     parts       for each microbatch, name -> some elements of its gradient before anything is reduced
-    gradients   as the backward pass and what adds them up over ranks leave them: before a norm of them is taken
-    finals      as the optimizer gets them, where such a norm was taken
+    gradients   after the backward pass and the reduction over ranks, and before a norm of them is taken
+    finals      as the optimizer gets them, if such a norm was taken
     norms       that gradients are clipped by: value, line, and the names of the parameters
     settings    name -> the optimizer's settings for it
     parameters  after the step, and so are `states` (name, key -> array) and `buffers`
     sent, masks, prints (text and line)
     lines       of "forward", "backward", "step"; "zero_grad" between microbatches; "clip"; "clamp", by value; "early
                 clip", "early clamp" and "early hook", before gradients are reduced; "scale", where the script scales
-                them itself, and "scale in", inside of that; "call", where the script calls what computes the loss;
-                "loader", where that of its samples is made; "drawn", where random numbers were, last; "set lr" and so
-                on, where the optimizer got this setting; "loaded", its states; "norm", where the script makes one
-                number of gradients itself; "label", where what the loss compares with was last shifted, cut or padded;
-                "buffer NAME", where the script changed it; "parameter NAME", where it did so after the step
-    scaled      the lines at which the script multiplies gradients, and by what, between the backward pass and the step
-    skipped     updates that a GradScaler has left out since the step before: their samples are not the step's
-    evaluated   losses that were computed without gradients, and of how many targets
+                them itself, and "scale in", inside of that; "call", which calls the function that computes the loss;
+                "loader", which creates the loader of its samples; "drawn", which last drew random numbers; "set lr" and
+                so on, which gave the optimizer this setting; "loaded", its states; "norm", where the script reduces
+                gradients to a number; "label", which last shifted, cut or padded the targets; "buffer NAME", where the
+                script changed it; "parameter NAME", where it did so after the step
+    scaled      the lines at which the script multiplies gradients between backward pass and step, and the factors
+    skipped     updates that a GradScaler has skipped since the step before: their samples do not belong to the step
+    evaluated   losses that were computed without gradients, with their numbers of targets
     """
 
     samples: list[dict[str, np.ndarray]] = field(default_factory=list)
@@ -112,33 +112,33 @@ class Step:
 
 @dataclass
 class Seen:
-    """What was seen of one rank.
+    """The recording of one rank.
 
     weights     at the start, and so are `buffers`; `states` likewise, of a run that goes on, and None otherwise
-    late        names of those that an optimizer has got in a later step
-    unfilled    parameters that to_empty left as they were in memory, and that nothing has filled since
+    late        names of the parameters that an optimizer got in a later step
+    unfilled    parameters that to_empty left uninitialised and that nothing has filled since
     order       the parameters in the order in which their gradients arrive
-    used        parameters that an operation of the forward pass has taken as they are
+    used        parameters that an operation of the forward pass has used directly
     shared      the first name of a parameter that has several, by its other names
     seeds       that were set: value and line
-    samplers    each shuffle of a sampler that gives ranks parts of one order: by which number, and the sampler's line
-    made        where layers of these kinds are made
-    lines       of "wrapped", where the model was made DistributedDataParallel; "no sync", where a script keeps it or
-                FSDP from adding up gradients; "no broadcast", where it makes it leave buffers alone; "weights", where
-                the model was loaded; "freed", where an optimizer was made of parameters that have no memory; "padded",
-                where a sampler was that repeats samples
+    samplers    each shuffle of a sampler that gives ranks parts of one order: its seed, and the sampler's line
+    made        the lines that create layers of these kinds
+    lines       of "wrapped", where the model was wrapped in DistributedDataParallel; "no sync", where gradients stop
+                being synchronised; "no broadcast", where broadcast_buffers is turned off; "weights", where the model
+                was loaded; "freed", where an optimizer was created with parameters whose memory is freed; "padded",
+                which created a sampler that repeats samples
     places      the file and the number of each line that was named
-    groups      how many ranks there are in each group of them; members: the ranks of each that the script makes
-    has_sent    whether it has sent anything to another rank, or was sent anything
+    groups      the sizes of groups of ranks; members: the ranks of each that the script creates
+    has_sent    whether it has sent anything to another rank, or received anything
     options     of the command line, as the script has parsed them
-    kinds       what the model has that depends on the whole batch, or on chance: "BatchNorm", "Dropout"; the
-                dtypes that it rounds to on its way; "torch.compile", where the script calls it;
-                "FullyShardedDataParallel", "FSDPModule"
+    kinds       parts of the model that depend on the whole batch, or on chance: "BatchNorm", "Dropout"; the dtypes that
+                values are rounded to on the way; "torch.compile", if the script calls it; "FullyShardedDataParallel",
+                "FSDPModule"
     strided     lines of collectives that were given a tensor that is not contiguous: their names, and whether that was
                 in a backward pass
-    cut         lines of collectives that were given what needs a gradient, and pass none back: their names
-    random      lines at which a forward pass draws random numbers, and the shape of what it draws for each sample; None
-                where Python or NumPy draws them
+    cut         lines of collectives whose input needs a gradient, and that pass none back: their names
+    random      lines at which a forward pass draws random numbers, and the shape of the draw for each sample; None for
+                draws of Python or NumPy
     """
 
     weights: dict[str, Piece] = field(default_factory=dict)
@@ -169,31 +169,31 @@ class Seen:
         return sum(step.has_stepped for step in self.steps)
 
     def computes_with(self, name: str) -> bool:
-        """Whether the rank has used this parameter in any step: an operation took it, or a backward pass reached it."""
+        """Return whether the rank used this parameter in any step, in an operation or in a backward pass."""
         return name in self.used or any(name in part for step in self.steps for part in step.parts)
 
 
 def unequal_steps(seen: Sequence[Seen]) -> str:
-    """How many steps each rank has made, where these are not equally many; "" where they are."""
+    """Return the number of steps of each rank if they differ; "" if they are equal."""
     counts = ", ".join(f"rank {rank}: {one.num_steps}" for rank, one in enumerate(seen))
     return counts if len({one.num_steps for one in seen}) > 1 else ""
 
 
 def idle(seen: Sequence[Seen], held: Mapping[tuple[int, str], Any]) -> list[tuple[int, str]]:
-    """Copies that their rank does not use while another uses its own, such as layers of other stages: nothing depends
-    on these. held: by rank and name, what is equal for copies"""
+    """Return copies that their rank does not use while another rank uses its own, such as layers of other stages: they
+    have no influence. held: by rank and name, a value that is equal for copies"""
     used = {what for (rank, name), what in held.items() if seen[rank].computes_with(name)}
     return [at for at, what in held.items() if what in used and not seen[at[0]].computes_with(at[1])]
 
 
 class Arrays:
-    """Arrays of the same content are kept once: those of ranks that hold copies."""
+    """Stores arrays of the same content once, such as those of ranks that hold copies."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], list[np.ndarray]] = {}
 
     def once(self, x: np.ndarray) -> np.ndarray:
-        """This array, or one that was given before and is equal to it to the last bit."""
+        """Return this array, or an earlier one that is bitwise equal to it."""
         x = np.ascontiguousarray(x)
         like = self._known.setdefault((x.shape, x.dtype.str, checksum(x)), [])
         for known in like:
@@ -208,16 +208,16 @@ def checksum(x: np.ndarray) -> int:
 
 
 def some_of(size: int) -> np.ndarray:
-    """The places of a few elements of a flat array, spread over all of it."""
+    """Return the indices of a few elements of a flat array, evenly spaced."""
     return np.unique(np.linspace(0, max(size - 1, 0), min(size, MOST_OF_A_PART)).astype(np.int64))
 
 
 _SETTINGS = re.compile(r"(^|_)(lr|betas?|eps|\w*decay|momentum|dampening|alpha|rho|lambd|etas)(?![a-z])")
-"""What ranks must agree on. Optimizers of a script's own may have other numbers, such as that of a rank's heads."""
+"""Settings that ranks must agree on. A script's own optimizer may have others, such as the number of its heads."""
 
 
 def settings_that_differ(got: Mapping[str, float], want: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
-    """The settings of an optimizer that are not the same."""
+    """Yield the settings of an optimizer that differ."""
     for key, value in want.items():
         if key in got and _SETTINGS.search(key) and not np.isclose(got[key], value, rtol=1e-6, atol=0):
             yield key, got[key], value

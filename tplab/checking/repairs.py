@@ -1,4 +1,4 @@
-"""Changes of a run that may repair a fault, and the proof: a cause is stated if the run is right with its repair."""
+"""Changes of a run that may repair a fault, and their proof: a cause is stated if the run is right with its repair."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from tplab.checking.same_model import Finding, SameModel, What
 
 MOST_TRIED = 8
-"""So many repairs of one fault are tried."""
+"""The most repairs that are tried for one fault."""
 
 MOST_FAULTS = 3
 
@@ -28,35 +28,34 @@ Groups = tuple[tuple[int, ...], ...]
 class Repair:
     """One change of every rank's run.
 
-    kind      "mean", "sum": the collective at `line` combines so. "skip": the one of `times` that has the number `was`
-              is left out of the backward pass there. "wait": it is waited for at once. "last": its first `times` calls
-              in a step are left out. "order": it takes elements in the program's order, not in that of memory
-              "factor": what `line` multiplies by `was`, it multiplies by `by`. "numbers": the number that `line`
-              multiplies gradients by is `values[step]`. "keep": `line` clears no gradients. "late": what it does to
-              gradients, it does when they are averaged. "sync": gradients are synchronised whatever it says. "dual":
-              gradients that come back from `line` are added up over `groups`, times `by`; with `combine`
-              "function", only from autograd functions that the script has written; with "copies", only where ranks took
-              the same and made something else of it. "through": the collective at `line` passes gradients
-              back. "cast": what the function of the name in `names` computes at `line` is
-              `combine`d over `groups`, and gradients of the result are added up over them, times `by`. "seed": `line`
-              sets rank 0's
+    kind      "mean", "sum": the collective at `line` reduces this way. "skip": of `times` collectives in the backward
+              pass there, number `was` is left out. "wait": the collective is waited for at once. "last": its first
+              `times` calls in a step are left out. "order": it takes elements in the program's order, not in memory's
+              "factor": `line` multiplies by `by` instead of `was`. "numbers": `line` multiplies gradients by
+              `values[step]`. "keep": `line` does not clear gradients. "late": `line` changes gradients only after they
+              are averaged. "sync": gradients are always synchronised, in spite of `line`. "dual": gradients that come
+              back from `line` are added up over `groups`, times `by`; with `combine` "function", only from autograd
+              functions of the script; with "copies", only where an operation turns equal inputs of the ranks into
+              different results. "through": the collective at `line` passes gradients back. "cast": the results of the
+              function in `names` at `line` are `combine`d over `groups`, and gradients of the result are added up over
+              them, times `by`. "seed": `line` sets rank 0's
               "loss": of each microbatch, times `by`, or times `values[rank, step, microbatch]`
               "norm": gradients are clipped by `values[step, turn]`
               "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times
               `by`; with `line`, the collective there is left out
               "samples": the reference's, cut into as many parts as there are `groups`, each of them into `times`
-              microbatches; `values` of each step. "targets": of each step, cut along the sequence;
-              with a factor `by` of the loss, if it is no mean
+              microbatches; `values` of each step. "targets": of each step, cut along the sequence; with a factor `by`
+              of the loss, if it is not a mean
               "weights", "parameters", "buffers": of `names`, are those of the first rank of each of `groups`, or with
               `combine` "mean" their mean; "weights" are `values` of ranks and names, if given
               "settings", "states": `values` of names and keys, in each step
-              "statistics": batch norm's are of the samples of all ranks. "put": the result of each operation of
-              `values`, by its key and rank, is that one, in the step `times`; by its key and a place, what it takes
+              "statistics": batch norm's are of the samples of all ranks. "put": in the step `times`, results of
+              operations are replaced by `values`, by key and rank; with a key and a place, the input there is replaced
               "whole": optimizers update whole tensors; `values` of ranks and names: the reference's name, the number of
               each element in it, and its shape. "gather": losses compare with the rank's part of
-              `values[step][turn]`; what the matmul at `line` takes second is that of all ranks, side by side
+              `values[step][turn]`; the second operand of the matmul at `line` is that of all ranks, side by side
     words     the same for a reader: "the mean in place of the sum at train.py:31"
-    of_reference   whether it is the reference's run that is changed
+    of_reference   whether the reference's run is changed
     """
 
     kind: Kind
@@ -72,15 +71,15 @@ class Repair:
     of_reference: bool = False
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The one of the groups that has the rank; of this rank alone if none has it."""
+        """Return the group that contains the rank; the rank alone if there is none."""
         return next((group for group in self.groups if rank in group), (rank,))
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What may be the cause of a fault: in words, at which line, and the repair that would prove it. also: what must be
-    changed with it. is_partial: the repair does not reach all that the fault touches, so what is wrong after it may
-    follow from the fault."""
+    """A possible cause of a fault: in words, with its line, and the repair that would prove it. also: further changes
+    that the repair needs. is_partial: the repair does not reach everything that the fault affects, so what is wrong
+    after it may follow from the fault."""
 
     repair: Repair
     cause: str
@@ -90,7 +89,7 @@ class Hypothesis:
     is_partial: bool = False
 
     def and_then(self, other: Hypothesis) -> Hypothesis:
-        """Both are needed: as a variance that is taken around a mean."""
+        """Return the hypothesis that both repairs are needed, as for a variance around a mean."""
         words = f"{self.repair.words}; and {other.repair.words}"
         cause = f"{self.cause}; and likewise at {other.where}" if other.where != self.where else self.cause
         also = (*self.also, other.repair, *other.also)
@@ -101,12 +100,12 @@ def proven(
     report: SameModel, again: Callable[[Sequence[Repair]], SameModel | None],
     further: Callable[[Sequence[Repair], int], SameModel | None] | None = None,
 ) -> SameModel:  # fmt: skip
-    """The report with the causes of its faults, each of them found by repairing it in a new run.
+    """Return the report with the causes of its faults, each proven by a new run with its repair.
 
     again    the report of another run with all of these repairs; None if that run failed
-    further  the same, where every operation of a step is seen: it tells what else ranks combine too little
+    further  the same with every operation of a step recorded, which shows further missing reductions
 
-    A second fault is looked for where the first one is repaired. A fault that no repair mends keeps no cause.
+    After a fault is repaired, the next one is looked for. A fault that no repair mends keeps no cause.
     """
     done: list[Finding] = []
     mended: list[Repair] = []
@@ -125,7 +124,7 @@ def proven(
                 where = one.where or first.where
                 done.append(first.proven(one.cause, one.repair.words, where, first.lines, one.thread))
                 mended += [one.repair, *one.also]
-                findings = [  # what is logged follows from the mended fault, or may
+                findings = [  # what is logged may follow from the mended fault
                     other for other in found.findings
                     if not one.is_partial and not _is_logged(other, found)
                     and not any(other.what == known.what and _overlap(other, known) for known in done)
@@ -147,8 +146,8 @@ def proven(
 
 
 def is_mended(fault: Finding, found: SameModel, before: SameModel) -> bool:
-    """Whether a fault is gone from a new report, and nothing is wrong now that comes before it, or that is beside it
-    and was right. Samples that a run is given are right in any case: with them, the whole step must be."""
+    """Return whether a fault is gone from a new report, and no earlier quantity, nor one beside it that was right, is
+    wrong now. Samples that a run is given are always right, so the whole step must then be."""
     place, is_logged = _place(fault), _is_logged(fault, before)
     for other in (other for other in found.findings if is_logged or not _is_logged(other, found)):
         is_new = not any(_overlap(one, other) for one in before.findings if _place(one) == place)
@@ -162,7 +161,7 @@ def is_mended(fault: Finding, found: SameModel, before: SameModel) -> bool:
 
 
 def _is_logged(finding: Finding, report: SameModel) -> bool:
-    """Whether training is right in this step, and only what is logged is not."""
+    """Return whether training is right in this step, and only what is logged is not."""
     is_right = any(row.what == "gradient" and row.ok and row.step == finding.step for row in report.rows)
     return finding.what in ("log", "evaluation") or (finding.what == "loss" and is_right)
 

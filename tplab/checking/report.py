@@ -1,7 +1,7 @@
-"""What `check_parallel` found: one row for each output, the loss, each gradient and each parameter after a step.
+"""The report of `check_parallel`: one row for each output, the loss, each gradient and each parameter after a step.
 
-A backward pass goes from the loss to the inputs. If the gradient of an activation is wrong, all later gradients are
-wrong too; if only a parameter's own gradient is wrong, no other is affected.
+The backward pass goes from the loss to the inputs. If the gradient of an activation is wrong, all later gradients are
+wrong, too; if only a parameter's own gradient is wrong, no other is affected.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _BEFORE_NAME = {
 
 
 class ParallelReport:
-    """What was found, in the order in which it is computed: values, outputs, the loss, gradients as they arrive in the
+    """The rows of a comparison in the order of computation: values, outputs, the loss, gradients as they arrive in the
     backward pass, parameters.
 
     rows    see `Row`
@@ -85,7 +85,7 @@ class ParallelReport:
         return sorted((row for row in self.rows if not row.ok), key=lambda row: bool(row.follows))
 
     def of(self, name: str, kind: str | None = None) -> Row:
-        """The row of a name. If there are several kinds, the first one that is wrong, or else the first. Raises
+        """Return the row of a name. If there are several kinds, the first one that is wrong, or else the first. Raises
         KeyError for an unknown name."""
         found = [row for row in self.rows if row.name == name and kind in (None, row.kind)]
         if not found:
@@ -100,7 +100,7 @@ class ParallelReport:
         return self
 
     def summary(self) -> str:
-        """One line: how many tensors are wrong, or how close they all are."""
+        """Return one line: how many tensors are wrong, or how close they all are."""
         on = f" on {self.mesh}" if self.mesh else ""
         if self.ok:
             return f"{_counted(self.rows)} equal to the unsharded reference's{on}; {_loss_gap(self.rows)}"
@@ -119,7 +119,7 @@ class ParallelReport:
         return f"ParallelReport: {self.summary()}"
 
     def table(self) -> str:
-        """One line per tensor, including those that are right."""
+        """Return one line per tensor, including those that are right."""
         cells = [(row.title, row.layout, "ok" if row.ok else "WRONG", row.words) for row in self.rows]
         widths = [max((len(line[place]) for line in cells), default=0) for place in range(3)]
         lines = ["  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]) for line in cells]
@@ -138,19 +138,19 @@ class ParallelReport:
         return f"<details{shown}><summary>{escape(self.summary())}</summary>{notes}{body}</details>"
 
     def to_json(self) -> str:
-        """The whole report as text that `from_json` reads back: one rank compares, and sends it to the others."""
+        """Return the whole report as text for `from_json`: one rank compares and sends it to the others."""
         return json.dumps({"rows": [asdict(row) for row in self.rows], "mesh": self.mesh, "notes": self.notes})
 
     @classmethod
     def from_json(cls, text: str) -> ParallelReport:
-        """The report that `to_json` wrote."""
+        """Return the report that `to_json` wrote."""
         told = json.loads(text)
         rows = [Row(**{**row, "shape": tuple(row["shape"]), "axes": tuple(row["axes"])}) for row in told["rows"]]
         return cls(rows, mesh=told["mesh"], notes=told["notes"])
 
 
 def perturbed(names: Sequence[str]) -> str:
-    """The note about parameters that were constant, and therefore were given other values for the check."""
+    """Return the note about parameters that were constant and therefore got other values for the check."""
     if len(names) == 1:
         return f"{names[0]} was constant, so the check gave it random values"
     return f"{len(names)} parameters, such as {names[0]}, were constant, so the check gave them random values"
@@ -209,21 +209,21 @@ def _html_folded(summary: str, rows: Sequence[Row]) -> str:
     return f"<details><summary>{escape(summary)}</summary>{_html_table(rows)}</details>"
 
 
-# --- what comes first, and what follows from it -----------------------------------------------------------------------
+# --- first errors, and what follows from them -------------------------------------------------------------------------
 
 OWN_CAUSE = ("fused", "tied")
-"""Mistakes of one parameter, whatever else is wrong."""
+"""Mistakes of one parameter alone, whatever else is wrong."""
 
 
 def in_backward_order(rows: Sequence[Row], order: Sequence[str]) -> list[Row]:
-    """The same rows, with the gradients in the order in which they arrive; those that are not in `order` come last."""
+    """Return the same rows with the gradients in order of arrival; those that are not in `order` come last."""
     place = {name: index for index, name in enumerate(order)}
     gradients = iter(sorted(_gradients(rows), key=lambda row: place.get(row.name, len(order))))
     return [next(gradients) if row.kind == "gradient" else row for row in rows]
 
 
 def folded(rows: Sequence[Row]) -> list[Row]:
-    """The same rows; those that may be wrong because of another row name it in `follows`."""
+    """Return the same rows; those that may be wrong because of another row name it in `follows`."""
     activation = next((row for row in rows if not row.ok and row.kind == "activation"), None)
     value = next((row for row in rows if not row.ok and row.kind == "value"), None)
     output = next((row for row in rows if not row.ok and row.kind in ("output", "loss")), None)
@@ -250,8 +250,8 @@ def folded(rows: Sequence[Row]) -> list[Row]:
 
 
 def where_it_begins(rows: Sequence[Row]) -> str:
-    """A note on where gradients begin to be wrong, in rows that are folded; "" if an output is wrong, or only the
-    gradients of one module are."""
+    """Return a note on where gradients begin to be wrong, in rows that are folded; "" if an output is wrong, or only
+    the gradients of one module are."""
     order = [row for row in _gradients(rows) if _tells(row)]
     place = next((place for place, row in enumerate(order) if not row.ok and row.mistake != "tied"), 0)
     if place == 0 or order[place].follows or order[place].mistake in ("scaled", "missing", "gather"):
@@ -271,5 +271,5 @@ def _gradients(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _tells(row: Row) -> bool:
-    """Whether a gradient is evidence about the ones before and after it. One that is zero in both models is not."""
+    """Return whether a gradient is evidence about those before and after it. One that is zero in both models is not."""
     return not (row.ok and row.words.startswith(("zero", "no gradient")))

@@ -33,7 +33,7 @@ EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "could not run": 2,
 MOST_NAMES = 3
 
 RIGHT_WITH = "it is right in a run with this change: "
-"""How a proof begins."""
+"""The beginning of a proof."""
 NOT_FINITE = "not finite"
 
 
@@ -46,12 +46,12 @@ class Finding:
     factor          what was found, divided by what should be there, if that is one number
     text_of_factor  "4 times the reference (4 is the number of ranks)", "of the last microbatch only"
     where           the line at fault, as "train.py:31": a collective's, or the line that a missing one should precede
-    cause           what makes it so, where that is known: a run in which it was repaired was right
-    proof           what was changed in that run; "" where the cause is seen and not concluded, or not known
+    cause           the cause, if it is known: a run in which it was repaired was right
+    proof           what was changed in that run; "" if the cause is observed rather than inferred, or not known
     tried           what was changed in runs that were not right either
     seen            what is certain of the fault without another run
-    hypotheses      what may be the cause, until it is tried
-    thread          the address of a public thread in which somebody met the same; "" if there is none
+    hypotheses      possible causes, until they are tried
+    thread          the address of a public thread that reports the same fault; "" if there is none
     got, want       both values
     ranks           where it is wrong; () if on all ranks
     others          names of other tensors that have the same fault
@@ -77,7 +77,7 @@ class Finding:
     hypotheses: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def proven(self, cause: str, words: str, where: str, others: Iterable[str] = (), thread: str = "") -> Finding:
-        """The same with its cause: it is right in a run with the change that is meant by `words`."""
+        """Return the same finding with its cause: it is right in a run with the change that `words` describe."""
         lines = tuple(dict.fromkeys(line for line in (where, *others) if line))
         return replace(self, cause=cause, where=where, thread=thread, lines=lines, proof=RIGHT_WITH + words)
 
@@ -90,7 +90,7 @@ class Finding:
 
     @property
     def untold(self) -> str:
-        """What to say where no repair was enough. Of many, two stand for all."""
+        """The sentence for a fault that no repair mended. It lists the first two of many trials."""
         told = self.tried if len(self.tried) < 4 else (*self.tried[:2], f"and {len(self.tried) - 2} more")
         tried = f"; these changes were tried and are not enough: {'; '.join(told)}" if told else ""
         return f"the cause is not known{tried}"
@@ -127,7 +127,7 @@ TITLES: dict[What, str] = {
 
 
 def titled(what: What, name: str) -> str:
-    """The gradient of a parameter, the optimizer's setting or state of this name."""
+    """Return the quantity in words: the gradient of a parameter, the optimizer's setting or state of this name."""
     return TITLES[what] + (f"'s {name}" if what == "optimizer" else f" of {name}") * bool(name)
 
 
@@ -136,8 +136,8 @@ class Row:
     """What was compared of one quantity in one step.
 
     ok      None if it was not judged, because it follows from an earlier fault or was not seen; `words` say which
-    factor  what was found, divided by what should be there, where that is one number
-    count   how many tensors, or numbers, were compared, where there may be several
+    factor  what was found, divided by what should be there, if that is one number
+    count   how many tensors, or numbers, were compared, if there may be several
     """
 
     what: What
@@ -163,13 +163,13 @@ class SameModel:
     """Whether a script trains the same model as its reference, and if not, what is first wrong.
 
     verdict    "same", "different", "could not run" or "cannot tell"
-    reason     why it could not run, or why nobody can tell; "" otherwise
+    reason     why it could not run, or why the comparison cannot tell; "" otherwise
     rows       what was compared, in the order of a training step
-    findings   the faults, in the same order; what follows from one of them is not among them
+    findings   the faults, in the same order, without those that follow from one of them
     first      the first of them, or None
     notes      sentences about the comparison: which differences count as rounding, and what was changed for it
     exit_code  0, 1, 2 or 3, in the order of the verdicts
-    suspects   names of what is wrong too, and may follow from the faults
+    suspects   names of further wrong tensors, which may follow from the faults
     about      what was compared with what: "train.py on 4 ranks with train.py on 1 rank"
     words      the verdicts "same" and "different" in words
     """
@@ -184,7 +184,7 @@ class SameModel:
         self.suspects: set[str] = set()
 
     def with_findings(self, findings: Iterable[Finding]) -> SameModel:
-        """The same report with other faults, or with what else became known of them."""
+        """Return the same report with other findings."""
         other = SameModel(self.rows, findings, notes=self.notes, reason=self.reason, about=self.about, words=self.words)
         other._has_run = self._has_run
         return other
@@ -254,7 +254,7 @@ class SameModel:
         return f"SameModel: {self.title}"
 
     def _repr_html_(self) -> str:
-        """The verdict; each fault, opened, with its values and lines; a table of what was compared."""
+        """Return the verdict; each fault, expanded, with its values and lines; a table of what was compared."""
         colour = {"same": "#238636", "different": "#d73a49"}.get(self.verdict, "#9e6a03")
         style = f"color: {colour}; white-space: pre-line"
         parts = [f"<p><b style='{style}'>{escape(self.title)}</b></p>", *map(_html_of, self.findings)]
@@ -267,17 +267,17 @@ class SameModel:
 
 
 def could_not_run(reason: str, *, about: str = "") -> SameModel:
-    """The report of a script that fails, or hangs, on one of the two sides."""
+    """Return the report of a script that fails, or hangs, on one of the two sides."""
     return SameModel(reason=reason, about=about, has_run=False)
 
 
 def cannot_tell(reason: str, *, about: str = "") -> SameModel:
-    """The report of two runs of which a comparison says nothing."""
+    """Return the report of two runs whose comparison is not conclusive."""
     return SameModel(reason=reason, about=about)
 
 
 def named(names: Sequence[str]) -> str:
-    """The first few of many names: a, b, c and 4 others."""
+    """Return the first few of many names: a, b, c and 4 others."""
     names = list(names)
     if len(names) <= MOST_NAMES:
         return ", ".join(names)
@@ -286,7 +286,7 @@ def named(names: Sequence[str]) -> str:
 
 
 def of_idle(idle: Iterable[tuple[int, str]]) -> list[str]:
-    """A note about copies that ranks do not use, by rank and name; none if there are none."""
+    """Return a note about copies that ranks do not use, by rank and name; [] if there are none."""
     names: dict[int, dict[str, None]] = {}
     for rank, name in idle:
         names.setdefault(rank, {})[name] = None
@@ -298,13 +298,13 @@ def of_idle(idle: Iterable[tuple[int, str]]) -> list[str]:
 
 
 def _many(what: What, count: int) -> str:
-    """What is counted, in the singular or the plural."""
+    """Return the noun for what is counted, singular or plural."""
     one = {"log": "logged number", "evaluation": "evaluation", "norm": "norm"}.get(what, what.removesuffix("s"))
     return one + "s" * (count > 1)
 
 
 def _html_of(finding: Finding) -> str:
-    """A fault, opened."""
+    """Return a fault, expanded."""
     pairs = [
         ("line", finding.where),
         ("also see", ", ".join(line for line in finding.lines if line != finding.where)),

@@ -1,4 +1,4 @@
-"""Whether ranks together saw the samples that the reference saw: which of them, and how often."""
+"""Whether ranks together saw the samples that the reference saw, and equally often."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Rows = Counter[int]
 
 @dataclass(frozen=True)
 class Samples:
-    """What was found.
+    """The result of comparing samples.
 
     kind    "same"; "nothing" was seen; "duplicates", "repeats" (on one rank), "missing" (fewer than the reference's),
             "more" (as from a larger batch), "other"
     words   the same as a sentence
-    copies  groups of ranks that saw the same
-    factor  how many of the reference's samples all ranks together have
+    copies  groups of ranks that saw the same samples
+    factor  the number of samples on all ranks together, divided by the reference's
     is_padded   whether the lengths of rows differ because each microbatch is padded to its longest
     """
 
@@ -41,32 +41,32 @@ class Samples:
 
 
 def compare_samples(ours: Sequence[Step], theirs: Sequence[Step]) -> Samples:
-    """What the ranks' models were called with in one step, compared with what the reference's were called with."""
+    """Compare the inputs of the ranks' models in one step with those of the reference's."""
     mine = {rank: found for rank, step in enumerate(ours) if (found := _of(step))}
     whole = _union([found for step in theirs if (found := _of(step))])
     if not mine or not whole:
         return Samples("nothing", "no data was seen on its way into the model")
     slots = min(len(whole), *(len(found) for found in mine.values()))
-    groups: dict[Any, list[int]] = {}  # by all that they saw: masks of ones alone are the same everywhere
+    groups: dict[Any, list[int]] = {}  # by all of their inputs: masks of ones are the same everywhere
     for rank, found in mine.items():
         groups.setdefault(tuple(checksum(x) for slot in found[:slots] for x in slot), []).append(rank)
     copies = tuple(map(tuple, groups.values()))
     results = [
         _compare({rank: found[slot] for rank, found in mine.items()}, whole[slot], copies) for slot in range(slots)
     ]
-    if padded := next((found for found in results if found.is_padded), None):  # then masks have other lengths, too
+    if padded := next((found for found in results if found.is_padded), None):  # then the lengths of masks differ, too
         even = [
             len({x.shape[1:] for found in (*mine.values(), whole) for x in found[slot]}) == 1 for slot in range(slots)
         ]
         results = [padded, *(found for found, is_even in zip(results, even) if is_even)]
-    if results[0].ok and len(_rows(whole[0])) > 1:  # others, such as a mask, may be cut in another way
+    if results[0].ok and len(_rows(whole[0])) > 1:  # other inputs, such as a mask, may be cut in another way
         return results[0]
     return next((found for found in results if not found.ok), results[0])
 
 
 def on_several(ours: Sequence[Seen], theirs: Seen) -> int:
-    """How many samples several ranks see in any of the steps, where no rank, nor the reference, sees any twice; 0 for
-    so few that it may be chance, as where samples are drawn again and again."""
+    """Return how many samples several ranks see in any of the steps, if neither a rank nor the reference sees one
+    twice; 0 for so few that it may be chance, as with samples that are drawn again and again."""
     each = [sum((_rows(_of(step)[0]) for step in seen.steps if step.samples), Counter()) for seen in (*ours, theirs)]
     *mine, _ = distinct = {tuple(sorted(rows.items())): rows for rows in each}.values()
     count = sum(count > 1 for count in sum(mine, Counter()).values())
@@ -74,7 +74,7 @@ def on_several(ours: Sequence[Seen], theirs: Seen) -> int:
 
 
 def _of(step: Step) -> list[list[np.ndarray]]:
-    """For each tensor that a model is called with, those of all microbatches."""
+    """Return, for each tensor that a model is called with, those of all microbatches."""
     if not step.samples:
         return []
     count = min(len(data) for data in step.samples)
@@ -84,7 +84,7 @@ def _of(step: Step) -> list[list[np.ndarray]]:
 
 
 def _union(found: Sequence[list[list[np.ndarray]]]) -> list[list[np.ndarray]]:
-    """The data of all ranks of the reference; ranks that saw the same count once."""
+    """Return the data of all ranks of the reference; ranks that saw the same count once."""
     if len(found) < 2:
         return found[0] if found else []
     distinct = {tuple(checksum(x) for x in slots[0]): slots for slots in found}
@@ -94,7 +94,7 @@ def _union(found: Sequence[list[list[np.ndarray]]]) -> list[list[np.ndarray]]:
 def _compare(
     mine: Mapping[int, Sequence[np.ndarray]], whole: Sequence[np.ndarray], copies: tuple[tuple[int, ...], ...]
 ) -> Samples:
-    """One of the tensors. copies: groups of ranks that saw the same."""
+    """Compare one of the tensors. copies: groups of ranks that saw the same samples."""
     num_dims, padded = whole[0].ndim, _as_padded(mine, whole)
     is_like = all(x.shape[1:] == whole[0].shape[1:] for found in mine.values() for x in found)
     is_cut = num_dims > 1 and not is_like and padded is None
@@ -127,8 +127,8 @@ def _compare(
 
 
 def _as_padded(mine: Mapping[int, Sequence[np.ndarray]], whole: Sequence[np.ndarray]) -> dict[int, Rows] | None:
-    """Rows of tokens that are padded to the longest of their microbatch, each as the reference has it; None if that is
-    not what makes their lengths differ."""
+    """Return rows of tokens that are padded to the longest of their microbatch, each as the reference has it; None if
+    their lengths differ for another reason."""
     every = [*whole, *(x for found in mine.values() for x in found)]
     if any(x.ndim != 2 or x.dtype.kind not in "iu" for x in every) or len({x.shape[1] for x in every}) < 2:
         return None
@@ -146,22 +146,22 @@ def _as_padded(mine: Mapping[int, Sequence[np.ndarray]], whole: Sequence[np.ndar
             padded = padded or [checksum(other) for other in like if _are_but_for_the_last(row, other)]
             if not padded:
                 return None
-            chosen = min(padded, key=taken.__getitem__)  # inputs and targets are the same row, padded in two ways
+            chosen = min(padded, key=taken.__getitem__)  # an input and its target may be one row, padded in two ways
             found[rank][chosen] += 1
             taken[chosen] += 1
     return found if is_known else None
 
 
 def _are_but_for_the_last(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether the longer of two rows has one number more, and padding: the longest row of a microbatch loses its last
-    number where inputs are all numbers but the last, and shorter ones lose padding."""
+    """Return whether the longer of two rows has one more number, and padding: where inputs are all numbers but the
+    last, the longest row of a microbatch loses its last number, and shorter ones lose padding."""
     a, b = sorted((a, b), key=len)
     return len(a) < len(b) and _are_but_for_padding(b[: len(a) + 1], b) and np.array_equal(a, b[: len(a)])
 
 
 def _are_but_for_padding(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether the longer of two rows is the other and the same number again and again. A row of this number alone has
-    no padding: so are masks of ones, whose parts are shorter."""
+    """Return whether the longer of two rows is the other one followed by repetitions of one number. A row of this
+    number alone has no padding: it may be a mask of ones, whose parts are shorter."""
     a, b = sorted((a, b), key=len)
     rest = b[len(a) :]
     return np.array_equal(a, b[: len(a)]) and bool((rest == rest[:1]).all() and (not len(rest) or (b != rest[0]).any()))
@@ -189,7 +189,7 @@ def _part(copies: Collection[tuple[int, ...]], count: int, noun: str) -> str:
 
 
 def _are_columns(found: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> bool:
-    """Whether these are some columns of all samples, as a layer is given whose weight is cut along them."""
+    """Return whether these are some columns of all samples, the input of a layer whose weight is cut along them."""
     pairs = list(zip(found, whole)) if len(found) == len(whole) else []
     return bool(pairs) and all(
         x.dtype.kind == "f"
@@ -208,7 +208,7 @@ def _rows(arrays: Sequence[np.ndarray]) -> Rows:
 
 
 def _elements(arrays: Sequence[np.ndarray]) -> Rows:
-    """The first dim's rows may be cut further: count each of their elements, or their last dim's vectors."""
+    """Return the elements, or vectors along the last dim, and their counts: rows along the first may be cut."""
     found: Rows = Counter()
     for x in arrays:
         if x.dtype.kind in "iub":
@@ -220,7 +220,7 @@ def _elements(arrays: Sequence[np.ndarray]) -> Rows:
 
 
 def advice(ours: Sequence[Seen], found: Samples) -> str:
-    """The argument that would let the reference see the same samples."""
+    """Return how to let the reference see the same samples."""
     first = ours[0]
     if seeds := seeds_by_rank(ours):
         values, line = seeds
@@ -248,12 +248,12 @@ def advice(ours: Sequence[Seen], found: Samples) -> str:
 
 
 def seeds_by_rank(ours: Sequence[Seen]) -> tuple[tuple[int, ...], str] | None:
-    """The seeds that ranks set at the same line if they are different ones, and the line; the last such line."""
+    """Return the different seeds that ranks set at the same line, and the line; the last such line."""
     return _unlike([seen.seeds for seen in ours])
 
 
 def samplers_by_rank(ours: Sequence[Seen]) -> tuple[tuple[int, ...], str] | None:
-    """The same of the numbers by which samplers shuffle of which each rank should have a part of one order."""
+    """Return the same for the seeds of samplers that should each give a rank its part of one order."""
     return _unlike([seen.samplers for seen in ours])
 
 

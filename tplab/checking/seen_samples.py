@@ -1,4 +1,4 @@
-"""The samples of one step, the targets that losses compare with, and dropout's masks."""
+"""The samples of one step, the targets of its losses, and dropout's masks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tplab.units import ranks_text
 
 
 class NeedsSamples(Exception):
-    """The ranks draw data of their own, which the reference can be given; the text says so, and how to avoid it.
+    """The ranks draw their own data, which the reference can be given; the message says so, and how to avoid it.
 
-    are_drawn   whether scripts draw them with torch, for as many microbatches on ranks as in the reference
+    are_drawn   whether scripts draw it with torch, for as many microbatches on ranks as in the reference
     """
 
     def __init__(self, reason: str, are_drawn: bool):
@@ -43,7 +43,7 @@ _CAUSES = {
 
 
 def samples(facts: Facts, may_ask: bool) -> Found:
-    """Compare what models were called with. Raises NeedsSamples where `may_ask`, and NothingToTell."""
+    """Compare the inputs of models. Raises NeedsSamples if `may_ask`, and NothingToTell."""
     found = compare_samples(facts.mine, facts.theirs)
     facts.copies, facts.is_padded = found.copies, found.is_padded
     forward = facts.line("forward")
@@ -95,19 +95,19 @@ def samples(facts: Facts, may_ask: bool) -> Found:
 
 
 def shared(facts: Facts) -> Iterator[Hypothesis]:
-    """Ranks that share a model do not see the same samples, even if all ranks together see the reference's."""
+    """Yield hypotheses if ranks that share a model see different samples, though all together see the reference's."""
     if ranks := _one_model(facts):
         ways = [way for way in partitions(facts) if any(set(ranks) <= set(group) for group in way)]
         yield from _dealt(facts, ways, _CAUSES["parts"], facts.line_of_data() or facts.line("forward"))
 
 
 def _ways(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
-    """How ranks may share the samples: each has a part of its own, or those of each of the script's groups have one."""
+    """Return the ways in which ranks may share the samples: one part per rank, or one per group of the script's."""
     return [tuple((rank,) for rank in range(facts.num_ranks)), *partitions(facts)]
 
 
 def _dealt(facts: Facts, ways: list[tuple[tuple[int, ...], ...]], cause: str, line: str) -> Iterator[Hypothesis]:
-    """The reference's samples in as many parts as there are groups, where each is as large as what a rank has seen."""
+    """Yield the reference's samples in as many parts as there are groups, if the size of each is that on a rank."""
     steps = facts.reference.seen[0].steps
     values = {number: _flat(step) for number, step in enumerate(steps) if step.samples}
     mine = facts.mine[0].samples
@@ -124,7 +124,7 @@ def _dealt(facts: Facts, ways: list[tuple[tuple[int, ...], ...]], cause: str, li
 
 
 def _flat(step: Step) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """All rows of each kind of data, and all targets, of a step."""
+    """Return all rows of each kind of data, and all targets, of a step."""
     slots = min(len(data) for data in step.samples)
     rows = [np.concatenate([list(data.values())[slot] for data in step.samples]) for slot in range(slots)]
     targets = [values for values, _, _ in step.targets]
@@ -132,13 +132,13 @@ def _flat(step: Step) -> tuple[list[np.ndarray], np.ndarray | None]:
 
 
 def are_drawn(facts: Facts) -> bool:
-    """Whether scripts draw their samples with torch: the reference can be given them where it draws its own."""
+    """Return whether scripts draw their samples with torch, so the reference can be given them instead."""
     microbatches = {len(step.samples) for step in (*facts.mine, *facts.theirs)}
     return len(microbatches) == 1 and all(step.draws for step in facts.mine)
 
 
 def _drawn_alike(facts: Facts) -> str:
-    """The line at which all ranks draw the same for their samples, and the reference draws for those of all; or ""."""
+    """Return the line at which all ranks draw the same for their samples, and the reference draws for all; or ""."""
     first, *others = facts.mine
     for (line, turn), x in first.draws.items() if len(facts.copies) == facts.num_ranks else ():
         whole, tiled = facts.theirs[0].draws.get((line, turn)), np.concatenate([x] * facts.num_ranks)
@@ -149,16 +149,16 @@ def _drawn_alike(facts: Facts) -> str:
 
 
 def _can_be_fed(facts: Facts, found: Samples) -> bool:
-    """Whether the reference reads as many samples in another order, and all that the loss depends on was seen."""
+    """Return whether the reference reads as many samples in another order, and all inputs of the loss were seen."""
     return found.factor == 1 and all(step.targets for seen in facts.ours for step in seen.steps if step.has_stepped)
 
 
 def _one_model(facts: Facts) -> tuple[int, ...]:
-    """Ranks that add up activations of a layer of which each has a part, but do not see the same samples."""
+    """Return ranks that add up activations of a layer of which each has a part, but do not see the same samples."""
     gathered = set[tuple[int, ...]]()
     for sent in facts.sent("forward"):
         if sent.op == "all_gather" and not sent.on:
-            gathered.add(sent.ranks)  # before the layer: each rank had a part of its samples
+            gathered.add(sent.ranks)  # gathered before the layer: each rank had its part of the samples
         together = next((group for group in facts.copies if set(sent.ranks) <= set(group)), None)
         if (
             together
@@ -175,7 +175,7 @@ def _one_model(facts: Facts) -> tuple[int, ...]:
 
 
 def targets(facts: Facts) -> Found:
-    """Labels may be lost where a sequence is cut. Where rows are padded, no sequence is, and padding may count."""
+    """Compare the number of targets: a cut sequence may lose some. Padded rows are not cut, and padding may count."""
     if facts.is_padded:
         return
     having = {rank: step.targets for rank, step in enumerate(facts.mine) if step.targets}
@@ -205,8 +205,8 @@ def targets(facts: Facts) -> Found:
 
 
 def dropout(facts: Facts) -> Found:
-    """Ranks that work on the same activations must drop the same, and ranks that hold parts of a layer must not. A
-    script that is started again on as many ranks may draw other masks than the run that goes on: that is no fault."""
+    """Compare masks: ranks must drop the same from equal activations, and differently from parts of a layer. A script
+    that is restarted on as many ranks may draw other masks than the run that goes on: that is not a fault."""
     for first, *others in facts.copies:
         drawn = facts.mine[first].masks
         for rank, a, b in ((other, *two) for other in others for two in zip(drawn, facts.mine[other].masks)):
@@ -251,5 +251,5 @@ def _restored(facts: Facts) -> Row | None:
 
 
 def _at(facts: Facts, where: str) -> Iterator[list[Drawn]]:
-    """All masks of the ranks at a line, and all of the reference."""
+    """Return all masks of the ranks at a line, and all of the reference."""
     return ([a for step in steps for a in step.masks if a.where == where] for steps in (facts.mine, facts.theirs))

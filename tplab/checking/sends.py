@@ -1,4 +1,4 @@
-"""Which of a script's collectives a fault may come from."""
+"""The collectives of a script that a fault may come from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _REDUCES = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast",
 
 
 def lines_of_reduction(facts: Facts, names: Sequence[str]) -> list[str]:
-    """The lines of the collectives that these gradients went through, the likeliest first: those that were given them;
-    otherwise the one between the backward pass and the step that was given the most."""
+    """Return the lines of the collectives that reduce these gradients, the likeliest first: those that are given them;
+    else the largest one between the backward pass and the step."""
     given = [sent.where for sent in given_to(facts, names)]
     if given:
         return list(dict.fromkeys(reversed(given)))
@@ -25,8 +25,8 @@ def lines_of_reduction(facts: Facts, names: Sequence[str]) -> list[str]:
 
 
 def line_of_buckets(facts: Facts, names: Sequence[str]) -> str:
-    """The line of the largest collective that adds up over ranks more than any of these gradients alone. What functions
-    add up in their backward passes are gradients of activations, but for FSDP's."""
+    """Return the line of the largest reduction, if it is larger than any of these gradients alone. The reductions that
+    functions make in their backward passes are of activations' gradients, except for FSDP's."""
     passed_on = facts.trails.sent_back if facts.trails and "FSDPModule" not in facts.ours[0].kinds else ()
     most = max((facts.reference.weights[name].size for name in names if name in facts.reference.weights), default=0)
     sums = [sent for sent in facts.sent("backward", "reduction")
@@ -36,14 +36,14 @@ def line_of_buckets(facts: Facts, names: Sequence[str]) -> str:
 
 
 def given_to(facts: Facts, names: Sequence[str]) -> list[Sent]:
-    """The collectives that were given these gradients."""
+    """Return the collectives that were given these gradients."""
     mine = {name for (_, name), place in facts.places.items() if place.name in names}
     sent = facts.sent("reduction", "backward")
     return [one for one in sent if one.on == "gradient" and mine & set(one.names) and one.op in _REDUCES]
 
 
 def mixing(facts: Facts, names: Sequence[str]) -> str:
-    """The line of a collective that adds up gradients of ranks that hold different parts of the parameter; or ""."""
+    """Return the line of a collective that adds up gradients of different parts of a parameter, or ""."""
     for sent in facts.sent("reduction", "backward"):
         for name in sent.names if sent.on == "gradient" and sent.op == "all_reduce" else ():
             place = next((facts.places[rank, name] for rank in sent.ranks if (rank, name) in facts.places), None)
@@ -53,7 +53,7 @@ def mixing(facts: Facts, names: Sequence[str]) -> str:
 
 
 def line_of_loss(facts: Facts) -> str:
-    """The line of a collective over losses whose result is where the backward pass begins."""
+    """Return the line of the collective over losses on whose result `backward` is called."""
     losses = [step.losses[0][0] if step.losses else None for step in facts.mine]
     by_line: dict[str, list[float]] = {}
     for sent in facts.sent("between", "forward"):
@@ -68,8 +68,8 @@ def line_of_loss(facts: Facts) -> str:
 
 
 def adds_up(facts: Facts, name: str, way: Sequence[Sequence[int]], combine: str, slack: float) -> bool:
-    """Whether a gradient of the step is the reference's once it is combined ("sum", "mean") over these groups of ranks,
-    all of which hold the same part.
+    """Return whether a gradient of the step is the reference's once it is combined ("sum", "mean") over these groups of
+    ranks, all of which hold the same part.
 
     slack   how far each rank's part may be off
     """
@@ -90,8 +90,8 @@ def adds_up(facts: Facts, name: str, way: Sequence[Sequence[int]], combine: str,
 
 
 def partitions(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
-    """The ways in which the ranks make groups: all of them together; those of the script's own process groups; those
-    that saw the same samples, and one of each of these."""
+    """Return the ways in which the ranks form groups: all of them together; those of the script's process groups; those
+    that saw the same samples, and one rank of each of these."""
     every = tuple(range(facts.num_ranks))
     ways: list[tuple[tuple[int, ...], ...]] = [(every,)]
     members = sorted({group for seen in facts.ours for group in seen.members if 1 < len(group) < facts.num_ranks})
@@ -111,10 +111,10 @@ def partitions(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def listed(way: Sequence[Sequence[int]]) -> str:
-    """Groups of ranks as words that follow "over"."""
+    """Return groups of ranks as words that follow "over"."""
     return " and over ".join(map(ranks_text, way))
 
 
 def over(facts: Facts, way: Sequence[Sequence[int]]) -> str:
-    """Likewise, where all ranks are one group."""
+    """Return the same, or "ranks" if all ranks are one group."""
     return "ranks" if len(way) == 1 and len(way[0]) == facts.num_ranks else listed(way)

@@ -1,8 +1,8 @@
-"""How much each rank's and each microbatch's part counts in a gradient, compared with how much it should.
+"""The weight of each rank's and each microbatch's part in a gradient, compared with the right weight.
 
-A gradient that is right is a sum of the parts that ranks and microbatches have computed, each with a weight: 1/4 for
-each of four ranks whose losses are means over equally many samples. A mistake in adding them up gives other weights.
-Both sets of weights are found by least squares.
+A right gradient is a weighted sum of the parts that ranks and microbatches computed: with weights of 1/4, for example,
+for four ranks whose losses are means over equally many samples. A mistake in adding them up gives other weights. Both
+sets of weights are found by least squares.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tplab.checking.gaps import largest
 from tplab.units import plain, ranks_text
 
 _SAME = 2e-3
-"""Weights that are this close, relative to the largest, are the same."""
+"""Weights that are this close, relative to the largest, are equal."""
 
 Part = tuple[int, int]
 """A rank and a microbatch."""
@@ -24,14 +24,14 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shares:
-    """What a gradient is made of.
+    """The composition of a gradient.
 
     kind     "scaled", "missing" (parts of some ranks), "own" (parts of the rank itself only), "microbatches" (some are
              missing), "again" (some count several times), "means" (parts of different sizes count the same), "weights"
-    factor   of the parts that are there
+    factor   of the parts that are included
     ranks    whose parts are missing
     words    the same as a phrase
-    needed   by what each part must be multiplied to count as it should, where that differs
+    needed   the factor with which each part would get its right weight, if that differs
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Shares:
 def find_shares(
     parts: dict[Part, np.ndarray], got: np.ndarray, want: np.ndarray, rank: int, tolerance: float
 ) -> Shares | None:
-    """What is wrong with `got`, the gradient on `rank`, which should be `want`; None if parts do not explain it.
+    """Return what is wrong with `got`, the gradient on `rank`, which should be `want`; None if parts do not explain it.
 
     parts      what each rank and microbatch has computed: flat arrays, as are `got` and `want`
     tolerance  how far a sum of parts may be off, relative to the largest element of `want`
@@ -70,7 +70,7 @@ def find_shares(
 
 
 def _distinct(parts: dict[Part, np.ndarray], tolerance: float) -> tuple[list[np.ndarray], list[list[Part]]]:
-    """The parts that are different from one another, and which are equal to each: those of ranks that hold copies."""
+    """Return the parts that differ from one another, and the parts equal to each: those of ranks that hold copies."""
     columns: list[np.ndarray] = []
     groups: list[list[Part]] = []
     for part, x in sorted(parts.items()):
@@ -92,9 +92,9 @@ def _solve(matrix: np.ndarray, x: np.ndarray, slack: float) -> tuple[np.ndarray,
 
 
 def _named(has: np.ndarray, should: np.ndarray, groups: Sequence[Sequence[Part]], rank: int) -> Shares | None:
-    """What weights say that are not as they should be.
+    """Return what wrong weights mean.
 
-    groups   for each weight, the ranks and microbatches whose part it is
+    groups   for each weight, the ranks and microbatches whose part it multiplies
     """
     is_there = np.abs(has) > _SAME * max(np.abs(has).max(), np.abs(should).max())
     if not is_there.any():
@@ -153,7 +153,7 @@ def _weights(has: np.ndarray, should: np.ndarray, kind: str = "weights") -> Shar
 
 
 def _split(sets: Sequence[set[int]], is_there: np.ndarray) -> tuple[set[int], set[int]]:
-    """What belongs to the parts that are missing, and what to those that are there."""
+    """Return the ranks or microbatches of the missing parts, and of the included ones."""
     gone = set().union(*(of for of, there in zip(sets, is_there) if not there))
     return gone, set().union(*(of for of, there in zip(sets, is_there) if there))
 

@@ -1,4 +1,4 @@
-"""The text of a script around a line: the condition or the loop that the line depends on, and where what it uses is
+"""The source of a script around a line: the condition or loop that the line depends on, and where its inputs are
 set."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Own = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Source:
-    """Answers are lines, named as `places` names them; "" where there is none, or the file cannot be read.
+    """Queries return lines, named as in `places`; "" if there is none, or the file cannot be read.
 
     places   the file and the number of each line that has a name
     """
@@ -25,18 +25,18 @@ class Source:
         self._files: dict[str, _File] = {}
 
     def condition(self, line: str) -> str:
-        """The `if` that decides whether the line runs: the nearest one in its function."""
+        """Return the `if` that decides whether the line runs: the innermost one in its function."""
         return next((self._text(line, node) for node in self._above(line) if isinstance(node, ast.If)), "")
 
     def repetition(self, line: str) -> str:
-        """The loop that does nothing but run this line again."""
+        """Return the loop that does nothing but repeat this line."""
         above = list(self._above(line))
         loop = above[1] if len(above) > 1 else None
         return self._text(line, loop) if isinstance(loop, ast.For | ast.While) and len(loop.body) == 1 else ""
 
     def decision(self, line: str) -> str:
-        """Where it is decided what the line does in this turn of its loop: where what its condition tests, or what it
-        passes on, is set; otherwise its condition."""
+        """Return the line that decides what this line does in an iteration of its loop: it sets the input of the line's
+        condition, or of its call; else the condition itself."""
         above = list(self._above(line))
         loop, tests = self._loop(above), [node for node in above if isinstance(node, ast.If)]
         inside = [x for head in _heads(above[0]) for x in ast.walk(head)] if above else []
@@ -50,14 +50,14 @@ class Source:
         return self._text(line, tests[0]) if tests else ""
 
     def argument(self, line: str, name: str) -> str:
-        """Where the argument of this name, which a call at the line is given, is set in the same turn of its loop."""
+        """Return the line of the same iteration that sets the argument of this name of a call at the line."""
         above = list(self._above(line))
         calls = [node for node in ast.walk(above[0]) if isinstance(node, ast.Call)] if above else []
         given = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == name]
         return next((found for x in given if (found := self._set_in(line, self._loop(above), x))), "")
 
     def way_past(self, line: str) -> str:
-        """Where a turn of the loop around the line goes on to the next one without it, or else its condition."""
+        """Return the `continue` that skips the line in an iteration of its loop, or else the line's condition."""
         above = list(self._above(line))
         loop = self._loop(above)
         for node in loop.body if loop is not None else ():
@@ -77,7 +77,7 @@ class Source:
         return self._files[filename]
 
     def _above(self, line: str) -> Iterator[ast.stmt]:
-        """The statement of a line and those around it in the same function, the innermost first."""
+        """Yield the statement of a line and those around it in the same function, the innermost first."""
         if line not in self._places:
             return
         filename, number = self._places[line]
@@ -87,11 +87,11 @@ class Source:
             yield node
 
     def _loop(self, above: list[ast.stmt]) -> Any:
-        """The loop whose turn the line is a part of."""
+        """Return the innermost loop around the line."""
         return next((node for node in above[1:] if isinstance(node, ast.For | ast.While)), None)
 
     def _set_in(self, line: str, loop: Any, expression: ast.AST) -> str:
-        """The last line before this one that sets a name of an expression, in a turn of the loop."""
+        """Return the last line of the loop before this one that sets a name of an expression."""
         names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
         found = [
             node
@@ -104,7 +104,7 @@ class Source:
 
 
 def returned(filename: str, line: int) -> str:
-    """The last `return` of the function that begins at a line of a file; "" if it has none."""
+    """Return the last `return` of the function that begins at a line of a file; "" if it has none."""
     for node in _File(filename).functions:
         if line in (node.lineno, *(one.lineno for one in node.decorator_list)):
             returns = [x for x in ast.walk(node) if isinstance(x, ast.Return)]
@@ -113,7 +113,7 @@ def returned(filename: str, line: int) -> str:
 
 
 class _File:
-    """A file, read once."""
+    """A file that is parsed once."""
 
     def __init__(self, filename: str):
         self.tree = tree_of(filename)
@@ -123,14 +123,14 @@ class _File:
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)]
 
     def around(self, number: int) -> list[ast.stmt]:
-        """The statements that the line is in, the outermost first."""
+        """Return the statements that contain the line, the outermost first."""
         statements = (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
         found = [node for node in statements if node.lineno <= number <= (node.end_lineno or node.lineno)]
         return sorted(found, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
 
 
 def _heads(node: ast.AST) -> list[ast.AST]:
-    """What a statement computes itself, without the statements inside it."""
+    """Return the expressions of a statement, without the statements inside it."""
     return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
 
 
@@ -141,11 +141,11 @@ def _is_in(node: ast.AST, other: ast.AST) -> bool:
 # --- statements of any program ----------------------------------------------------------------------------------------
 
 NOTHING = "nothing"
-"""What a statement assigns to whose value is not used at all."""
+"""The target of a statement whose value is not used at all."""
 
 
 def tree_of(filename: str) -> ast.Module:
-    """The syntax of a file; empty for a cell with magics."""
+    """Return the syntax tree of a file; an empty one for a cell with magics."""
     try:
         return ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
@@ -153,13 +153,13 @@ def tree_of(filename: str) -> ast.Module:
 
 
 def beginning(function: Any) -> tuple[str, int] | None:
-    """The file and the line at which a function begins; None if it is not written in Python."""
+    """Return the file and the line at which a function begins; None if it is not written in Python."""
     code = getattr(function, "__code__", None)
     return None if code is None else (code.co_filename, statement(code.co_filename, code.co_firstlineno)[0])
 
 
 def statement(file: str, line: int) -> tuple[int, str]:
-    """The first line of the statement that a line belongs to, and the name that it assigns to. "" if it is none, and
+    """Return the first line of the statement that a line belongs to, and the name that it assigns to: "" for none, or
     NOTHING."""
     return _statements(file).get(line, (line, ""))
 
@@ -184,7 +184,7 @@ def _statements(file: str) -> dict[int, tuple[int, str]]:
 
 
 def function_around(file: str, line: int) -> tuple[int, int] | None:
-    """The first and the last line of the innermost function that a line is in."""
+    """Return the first and the last line of the innermost function that contains a line."""
     found = None
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):

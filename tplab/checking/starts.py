@@ -1,4 +1,4 @@
-"""The weights that ranks begin with."""
+"""The initial weights of the ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tplab.units import plain, ranks_text
 
 
 class NeedsWeights(Exception):
-    """The ranks begin with other weights than the reference, though with the same ones among themselves. `weights` are
-    these, whole, by name: the reference can be given them."""
+    """The ranks begin with other weights than the reference, but agree among themselves. `weights` are the ranks',
+    whole, by name: the reference can be given them."""
 
     def __init__(self, weights: dict[str, np.ndarray]):
         super().__init__("the reference begins with other weights")
@@ -27,7 +27,7 @@ class NeedsWeights(Exception):
 
 
 def weights(facts: Facts, may_ask: bool) -> Found:
-    """Ranks that hold copies must begin with the same. Raises NeedsWeights where `may_ask`."""
+    """Check that ranks that hold copies begin with the same values. Raises NeedsWeights if `may_ask`."""
     wrong: dict[str, set[int]] = {}
     whole: dict[str, np.ndarray] = {}
     late = {name for seen in facts.reference.seen for name in seen.late}
@@ -87,8 +87,8 @@ def weights(facts: Facts, may_ask: bool) -> Found:
 
 
 def _ratio(has: np.ndarray, want: np.ndarray) -> float | None:
-    """How many times larger the numbers are, where that is no chance: they are the same ones times a factor; or of N
-    random numbers the standard deviation is off by more than 1 / sqrt(2 N) of itself."""
+    """Return how many times larger the numbers are, if this is no chance: they are a multiple of the others; or the
+    standard deviation of N random numbers is off by more than its relative error of 1 / sqrt(2 N) allows."""
     if has.size > 2 and (factor := factor_between([(has, want)], 1e-5 * largest(want))) and abs(factor - 1) > 1e-3:
         return factor
     a, b = float(np.std(has)), float(np.std(want))
@@ -106,8 +106,8 @@ def _are_equal_shards(facts: Facts, name: str) -> bool:
 
 
 def _of_equal_shards(facts: Facts, names: list[str], where: str) -> Iterator[Hypothesis]:
-    """A broadcast makes them equal; or they are drawn alike, in which case it is not the script that knows better ones,
-    but the reference."""
+    """Yield a broadcast that makes them equal; or that they are drawn alike, with the reference's weights as the
+    repair."""
     own = tuple(mine for name in names for _, mine, _ in facts.holders(name))
     sent = {one.where: one for one in facts.sent("between") if one.op == "broadcast" and {*one.names} & {*own}}
     for line in sent:
@@ -129,7 +129,7 @@ def _of_equal_shards(facts: Facts, names: list[str], where: str) -> Iterator[Hyp
 
 
 def _of_seeds(facts: Facts) -> tuple[str, str]:
-    """The line, and the cause, of weights that differ, or are equal by mistake."""
+    """Return the line and the cause of weights that differ, or are equal by mistake."""
     if facts.goes_on:
         cause = (
             "ranks that hold copies go on with different weights, as where only some of them have loaded the "
@@ -150,17 +150,17 @@ def _of_seeds(facts: Facts) -> tuple[str, str]:
 
 
 def _joined(like: np.ndarray, pieces: list[tuple[np.ndarray, Place]]) -> np.ndarray:
-    """A whole tensor of one piece for each place."""
+    """Return a whole tensor made of one piece for each place."""
     whole = np.array(like)
     numbers = np.arange(whole.size).reshape(whole.shape)
     for values, place in pieces:
-        at = place.take(numbers + 1).reshape(-1)  # 0 for what fills up a last part
+        at = place.take(numbers + 1).reshape(-1)  # 0 for the padding of a last part
         whole.flat[at[at > 0] - 1] = values.reshape(-1)[at > 0]
     return whole
 
 
 def lost(facts: Facts) -> Found:
-    """Weights, or samples, that are not those of the run that goes on. Here nothing is handed over."""
+    """Yield weights, or samples, that are not those of the run that goes on. Nothing is handed over here."""
     forward, found = facts.line("forward"), compare_samples(facts.mine, facts.theirs)
     try:
         list(weights(facts, may_ask=True))

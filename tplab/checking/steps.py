@@ -1,9 +1,9 @@
-"""Steps: the operations of a rank's program as far as types go, and the rule by which each types its result.
+"""Steps: the operations of a rank's program as far as types are concerned, and the typing rule for each.
 
-Both frameworks translate their operations into these, so that the rules stand once. Along one axis:
+Both frameworks translate their operations into steps, so the rules are written once. Along one axis:
 
-    takes                        makes
-    only R and I                 R, or I where all are I
+    inputs                       result
+    only R and I                 R, or I if all are I
     V(d), and R, I or V(d)       V of the dim that d becomes
     V(d), and d is summed        P: the ranks' sums are the terms of the sum over all of d (mean: P(mean))
     V in two ways                V, without a dim
@@ -29,22 +29,22 @@ Dims = tuple[int | None, ...]
 
 @dataclass(slots=True)
 class Step:
-    """One operation, which makes one value of others.
+    """One operation, which computes one value from others.
 
-    op        its name, as the program would say it
-    how       "linear": in all that it takes together, as a sum. "product": in each. "first": in the first alone.
-              "other": in none. "unknown": nobody knows. "made": it takes none. "reshape". "cast": see `cast`
-    inputs    the numbers of the values that it takes; output: of the one that it makes
+    op        its name in the program
+    how       "linear": in all of its inputs together, as a sum. "product": linear in each. "first": in the first alone.
+              "other": in none. "unknown". "made": it has no inputs. "reshape". "cast": see `cast`
+    inputs    the numbers of the input values; output: of the result
     shapes    of the inputs; shape: of the output
-    dims      for each input and each of its dims, the dim of the output that it becomes. None: it is gone
-    over      what is done over dims that are gone: "sum", "mean" or "other"
+    dims      for each input and each of its dims, the dim of the output that it becomes; None if it is gone
+    over      the reduction over dims that are gone: "sum", "mean" or "other"
     mixes     dims of the output along which it is a softmax or a norm, which needs all of the dim
     cast      of a collective: its name; axes: those it runs along; dim, to: its dims; reduction: "sum", "mean", "max"
-    narrows   the dim of which it takes a part, where a further input or the program says which part
-    factor    whether it multiplies or divides by single numbers, so that nobody but the program knows what a sum means
+    narrows   the dim from which it selects a part that a further input or the program chooses
+    factor    whether it multiplies or divides by single numbers, so that only the program knows the meaning of a sum
     adds      whether it adds a number, too
     is_zero   whether it makes zeros, which may be added to anything
-    is_aside  whether it is about something else than what its line makes, such as another view of the same memory
+    is_aside  whether it only accompanies the result of its line, as another view of the same memory
     stack     the program's lines that it comes from, the innermost first
     phase     "forward" or "backward"
     """
@@ -80,7 +80,7 @@ class Forbidden(Exception):
 
 
 def typed(step: Step, axis: str, given: Sequence[Type], zeros: Sequence[bool]) -> Type:
-    """The type along `axis` of what a step makes of `given`. Raises Forbidden.
+    """Return the type along `axis` of the result of a step on `given`. Raises Forbidden.
 
     zeros   for each input whether it is all zeros, which may be added to anything
     """
@@ -115,7 +115,7 @@ _GONE, _UNKNOWN = Type("V", -1), V
 
 
 def _place(step: Step, index: int, given: Type) -> Type:
-    """Where the cut of an input is in the output: a V with its dim, _GONE or _UNKNOWN."""
+    """Return where the cut of an input is in the output: a V with its dim, _GONE or _UNKNOWN."""
     if given.dim is None:
         return _UNKNOWN
     if step.how == "reshape":
@@ -126,7 +126,7 @@ def _place(step: Step, index: int, given: Type) -> Type:
 
 
 def reshaped(cut: Type, before: Sequence[int], after: Sequence[int]) -> Type:
-    """Where a cut dim is after a reshape: in [B, S, D] -> [B S, D] and back again, say."""
+    """Return where a cut dim is after a reshape, such as [B, S, D] -> [B S, D] or back."""
     assert cut.dim is not None
     top = cut.top or before[cut.dim]  # counted from the end of its dim
     end = math.prod(before[cut.dim + 1 :]) * top  # and from the end of all
@@ -166,20 +166,20 @@ def _of_partial(step: Step, axis: str, given: Sequence[Type], zeros: Sequence[bo
     if step.how == "first" and given[0].kind == "P" and len(partial) == 1:
         return result
     if step.op == "div" and all(one.kind == "P" and one.op == "sum" for one in given):
-        return Type("P", op="mean")  # a sum by how many there are, each rank's own
+        return Type("P", op="mean")  # a sum divided by a count, both each rank's own
     if any(one == V for one in given) or (step.op == "div" and step.phase == "backward"):
-        return V  # nobody knows what that is; or the gradient of a sum by how many there are
+        return V  # unknown; or the gradient of a sum divided by a count
     if len(partial) > 1 or step.how == "first" or any(one.kind == "V" for one in given):
         raise Forbidden(f"{step.op} of a tensor that is only partial along {axis!r} and one that differs, too", first)
     return result
 
 
 def _cast(step: Step, axis: str, given: Type) -> Type:
-    """What a collective along `axis` makes."""
+    """Return the result of a collective along `axis`."""
     kind, op = given.kind, step.op
     if op == "copy_to":
         return R if kind == "I" else given
-    if op == "gradient":  # of something invariant
+    if op == "gradient":  # of an invariant tensor
         if kind in "VP":
             raise Forbidden(
                 f"what all_reduce has made is the same on every rank of {axis!r}, and each rank then uses it in its "
@@ -203,7 +203,7 @@ def _cast(step: Step, axis: str, given: Type) -> Type:
 
 
 def _check_sum(step: Step, axis: str, given: Type) -> None:
-    """Raise Forbidden where what is reduced is not what the reduction makes a whole of."""
+    """Raise Forbidden if the input of a reduction is not what the reduction makes a whole of."""
     if given.kind == "P" and given.op == "sum" and step.reduction == "mean":
         raise Forbidden(
             f"the ranks' tensors are the terms of a sum along {axis!r}, and their mean is 1/R of it over R ranks",

@@ -1,8 +1,8 @@
-"""The operations of one step, with the values that they made and the gradients that came back: where a value, or a
-gradient, is right on one side and wrong on the other, there is the fault.
+"""The operations of one step, with their values and the gradients that came back. An operation whose inputs are right
+and whose result is wrong is at fault; in the backward pass, likewise for gradients.
 
-The ranks and the reference run the same script, so that the n-th operation at a line of the one is the n-th at that
-line of the other.
+The ranks and the reference run the same script, so the n-th operation at a line of one is the n-th at that line of the
+other.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ T = TypeVar("T")
 Key = tuple[str, str, int]
 MATMULS = {"matmul", "__matmul__", "mm"}
 _REFERENCE = -1
-"""The reference's place among the ranks."""
+"""The reference's index among the ranks."""
 
 
-@dataclass(eq=False)  # each is itself: two ranks' may say the same
+@dataclass(eq=False)  # compared by identity: those of two ranks may have equal fields
 class Op:
     """One operation of a forward pass.
 
     key       its line, its name, and how often it ran there before
     lines     of all frames of the script that it ran in, the innermost first
-    inputs    the numbers of the operations that made what it takes
-    given     what it takes that needs no gradient, by place; and the line at which that was made, if it was seen
+    inputs    the numbers of the operations that made its inputs
+    given     its inputs that need no gradient, by place; and the line that made each, if it was seen
     values    its results
     arrived   for each result its gradient, if any came
     passed    the gradients that it passes on, and to which: the number of an operation or the name of a parameter
     is_function   whether the program, or a library, has written its backward pass
     sent      the lines of collectives in its forward pass; sent_back: in its backward pass
-    times     by which number it multiplies, if that is all it does; compares: with which number it compares
+    times     its factor, if it only multiplies by a number; compares: the number that it compares with
     returned  the line at which its backward pass returns, if that is the script's
     """
 
@@ -60,7 +60,7 @@ class Op:
         return self.key[0]
 
     def at(self, place: int | None) -> np.ndarray | None:
-        """What it takes at a place; its first result for None, and another one for ~place."""
+        """Return the input at a place; the first result for None, and another one for ~place."""
         if place is None or place < 0:
             number = ~place if place else 0
             return self.values[number] if number < len(self.values) else None
@@ -69,14 +69,14 @@ class Op:
 
 @dataclass
 class Trail:
-    """The operations of one rank in one step, in the order in which they ran. end: the one whose result is the loss."""
+    """The operations of one rank in one step, in execution order. end: the one whose result is the loss."""
 
     ops: list[Op] = field(default_factory=list)
     end: int = -1
 
 
 def reached(ends: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, None]:
-    """What these come from, themselves included, where each comes from what is `before` it."""
+    """Return everything that `ends` depend on, themselves included, where `before` gives the direct dependencies."""
     waiting, found = [*ends], dict[T, None]()
     while waiting:
         if (one := waiting.pop()) not in found:
@@ -86,7 +86,7 @@ def reached(ends: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, No
 
 
 class Trails:
-    """Those of all ranks beside the reference's."""
+    """The trails of all ranks beside the reference's."""
 
     def __init__(self, ours: Sequence[Trail], theirs: Trail):
         self._ours, self._trails = ours, [*ours, theirs]
@@ -97,11 +97,11 @@ class Trails:
 
     @property
     def _ends(self) -> Trail:
-        """Of the first rank that has a loss."""
+        """The trail of the first rank that has a loss."""
         return next((trail for trail in self._ours if trail.end >= 0), Trail())
 
     def _alike(self, op: Op) -> list[Op]:
-        """Whenever the first rank runs the operation, if the reference does."""
+        """Return all runs of the operation on the first rank that the reference has, too."""
         return [one for one in self._ours[0].ops if one.key[:2] == op.key[:2] and one.key in self._theirs]
 
     @property
@@ -111,7 +111,7 @@ class Trails:
         return [*dict.fromkeys(ops[at].line for at in sorted(self._wrong_ones(self._ends, None)) if ops[at].sent)]
 
     def alike(self, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """What operations of every rank make alike, by words for it."""
+        """Return results that are equal on every rank, by words for them."""
         made = {op.key: op.values[0] for op in self._ours[0].ops if op.values and op.values[0].shape == shape}
         return {f"what {key[0]} computes": x for key, x in made.items()
                 if all(key in ops and np.array_equal(x, ops[key].values[0]) for ops in self._by_key)}  # fmt: skip
@@ -119,8 +119,8 @@ class Trails:
     def wanted_at(
         self, line: str, made: np.ndarray | None = None
     ) -> Iterator[tuple[str, dict[Any, dict[int, np.ndarray]]]]:
-        """What the operation that goes wrong at a line, or that ends it, should give on each rank, whenever it runs, in
-        each way in which the reference's may be cut; and how what it gives differs, in words."""
+        """Yield how the operation that goes wrong at a line, or its last one, differs, in words, and what it should
+        return on each rank, whenever it runs: in each way in which the reference's values may be cut."""
         at = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
         first, *others = dict.fromkeys(op.key[1] for op in reversed(at)) or [""]
         wrong = self.first_wrong(made)
@@ -135,7 +135,7 @@ class Trails:
                 yield self._differs(found), found | more
 
     def _differs(self, wanted: Mapping[Key, Mapping[int, np.ndarray]]) -> str:
-        """How values differ from those that are wanted, in words: on all ranks, or on the first one where they do."""
+        """Return in words how values differ from the expected ones: on all ranks, or on the first one where they do."""
         for key, pieces in wanted.items():
             words = [difference(ops[key].values[0], pieces[rank]) for rank, ops in enumerate(self._by_key)]
             if first := next(filter(None, words), ""):
@@ -143,8 +143,8 @@ class Trails:
         return "it is another one"
 
     def other_limits(self) -> Iterator[tuple[Op, float, dict[Key, dict[int, np.ndarray]]]]:
-        """Comparisons with another number than the reference's, on the way to the loss; that number; and what they
-        should give."""
+        """Yield comparisons with another number than the reference's, on the way to the loss: the operation, that
+        number, and the expected results."""
         trail = self._ends
         for op in (trail.ops[at] for at in sorted(self._wrong_ones(trail, None))):
             theirs = self._theirs.get(op.key)
@@ -153,7 +153,7 @@ class Trails:
                     yield op, theirs.compares or 0.0, found
 
     def products_of_parts(self) -> list[str]:
-        """The lines of matmuls of whose results each rank has only a part along both dims."""
+        """Return the lines of matmuls of whose results each rank has only a part along both dims."""
         found = dict[str, None]()
         for op in (op for op in self._ours[0].ops if op.key[1] in MATMULS):
             theirs, shape = self._theirs.get(op.key), tuple(len(self._ours) * size for size in op.values[0].shape)
@@ -162,25 +162,25 @@ class Trails:
         return [*found]
 
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
-        """Likewise, the places of what an operation takes, where it is another part of the reference's."""
+        """Yield the places of an operation's inputs that are other parts of the reference's, and the expected parts."""
         for place in op.given:
             for found in self._cuts([other.key for other in self._alike(op) if place in other.given], place):
                 if op.key in found and any(self.mistaken(op.key, place, found[op.key])):
                     yield place, found
 
     def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
-        """The ranks that take another rank's part, and whose; [] if any takes what is nobody's."""
+        """Return the ranks that take another rank's part, and whose; [] if an input is no rank's part."""
         has = {rank: ops[key].given[place][0].astype(np.float64) for rank, ops in enumerate(self._by_key)}
         of = whose(has, pieces, 1e-6 * max(map(largest, has.values())))
         return [(rank, other) for rank, other in enumerate(of) if rank != other and -1 not in of]
 
     def ops_of(self, key: Key) -> tuple[dict[int, Op], Op | None]:
-        """An operation on each rank that has it, and in the reference."""
+        """Return an operation on each rank that has it, and in the reference."""
         return {rank: ops[key] for rank, ops in enumerate(self._by_key) if key in ops}, self._theirs.get(key)
 
     def order_of_samples(self) -> list[int]:
-        """Of each row that the ranks have, one after the other, where the forward pass seems to go wrong, the number in
-        the reference; [] if they are no rows of it."""
+        """Return, for the ranks' rows in rank order, the number of each in the reference, where the forward pass seems
+        to go wrong; [] if they are not rows of it."""
         first = self.first_wrong()
         before = [self._ends.ops[at] for at in first.inputs[:1]] if first is not None else []
         for key in [op.key for op in (first, *before) if op is not None and op.key in self._theirs]:
@@ -191,19 +191,19 @@ class Trails:
             far, found = np.abs(mine[:, None] - whole[None]).max(-1), list[int]()
             while len(found) < len(mine) == len(whole) and far[len(found)].min() <= 1e-4 * largest(whole):
                 found.append(int(far[len(found)].argmin()))
-                far[:, found[-1]] = np.inf  # of rows that are the same, each counts once
+                far[:, found[-1]] = np.inf  # each of several equal rows counts once
             if len(found) == len(mine):
                 return found
         return []
 
     def parameters_of(self, op: Op) -> list[str]:
-        """A rank's own names of the parameters to which an operation, or one before it, passes gradients."""
+        """Return a rank's names of the parameters to which an operation, or one before it, passes gradients."""
         ops = next(trail.ops for trail in self._ours if op in trail.ops)
         return [to for one in (op, *(ops[at] for at in op.inputs)) for to, _ in one.passed if isinstance(to, str)]
 
     def parts_in(self, op: Op, made: np.ndarray | None = None) -> Iterator[list[Op]]:
-        """What a wrong operation takes that is a part of a sum: the operations that made it; and those that began what
-        any of the wrong ones takes. made: see `first_wrong`"""
+        """Yield inputs of a wrong operation that are parts of a sum: the operations that made them; and the first
+        operations with parts that any wrong one depends on. made: see `first_wrong`"""
         trail = next(trail for trail in self._ours if op in trail.ops)
         every = {one.key: one for at in self._wrong_ones(trail, made) for one in self._parts(trail, trail.ops[at])}
         begun = [*every.values()]
@@ -211,7 +211,7 @@ class Trails:
             begun = [*{x.key: x for one, some in zip(begun, before) for x in some or [one]}.values()]
         for some in (own, begun) if begun != (own := self._parts(trail, op)) else (own,):
             keys = {one.key[:2] for one in some}
-            before = trail.ops[: trail.ops.index(op)]  # what comes later may follow from it, as in a loop
+            before = trail.ops[: trail.ops.index(op)]  # later ones may follow from it, as in a loop
             if some and all(self._is_part(one) for one in before if one.key[:2] in keys):
                 yield some
 
@@ -222,7 +222,7 @@ class Trails:
         return (spread := self._spread_of(op, 0)) is not None and spread.is_partial
 
     def _cuts(self, keys: Sequence[Key], place: int | None) -> Iterator[dict[Key, dict[int, np.ndarray]]]:
-        """The reference's values of operations (`Op.at`) as each rank should have them: whole, or in chunks."""
+        """Yield the reference's values of operations (`Op.at`) as each rank should have them: whole, or in chunks."""
         held = {key: [x.shape for ops in self._by_key if key in ops and (x := ops[key].at(place)) is not None]
                 for key in keys}  # fmt: skip
         wholes = {key: x for key in keys if (x := self._theirs[key].at(place)) is not None}
@@ -232,9 +232,9 @@ class Trails:
         yield from (dict(zip(wholes, parts)) for parts in in_step(ways))
 
     def first_wrong(self, made: np.ndarray | None = None) -> Op | None:
-        """The first operation whose result is wrong, though all that it takes is right; None if none is seen.
+        """Return the first operation with a wrong result and right inputs; None if none is seen.
 
-        made   what comes of it on the first rank, if not the loss
+        made   the result on the first rank to start from, if it is not the loss
         """
         trail = self._ends
         wrong = self._wrong_ones(trail, made)
@@ -242,7 +242,7 @@ class Trails:
         return trail.ops[min(first)] if first else None
 
     def _wrong_ones(self, trail: Trail, made: np.ndarray | None) -> set[int]:
-        """The operations that a wrong result comes from through nothing but what is wrong."""
+        """Return the operations that a wrong result depends on through wrong values only."""
         ends = [trail.end]
         if made is not None:
             ends = [at for at, op in enumerate(trail.ops) if any(np.array_equal(x, made) for x in op.values)]
@@ -259,7 +259,7 @@ class Trails:
         other = self._theirs.get(op.key)
         if other is None:
             return False
-        if len(other.values) != len(op.values):  # as of a tensor that is cut into one piece for each rank
+        if len(other.values) != len(op.values):  # as for a tensor that is cut into one piece per rank
             return True
         spread = self._spread_of(op, number)
         if spread is None:
@@ -268,13 +268,13 @@ class Trails:
         return spread.factor == 0 or abs(spread.factor - 1) < 1e-2 or of_all
 
     def _spread_of(self, op: Op, number: int) -> Observed | None:
-        """How one of an operation's results is the reference's."""
+        """Return how one of an operation's results is spread over the ranks."""
         return self._spread(op, lambda one, _: one.values[number] if number < len(one.values) else None)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def line_of_gradient(self, held: Mapping[int, str], name: str) -> str:
-        """The line of the operation that makes the gradient of a parameter wrong; "" if none is seen.
+        """Return the line of the operation that makes the gradient of a parameter wrong; "" if none is seen.
 
         held   the parameter's name on each rank that has it; name: in the reference
         """
@@ -285,21 +285,21 @@ class Trails:
                 start = self._passed(op, held, name)
                 right = len(held) if start is not None and start.is_partial else 1
                 if start is not None and abs(start.factor / right - 1) < 1e-2:
-                    continue  # it is right, or the mean of all parts is: of that, samples may be the parts
+                    continue  # it is right, or the mean of all parts is: each may be of the rank's own samples
                 found = self._climb(trail, consumers, number, start)
                 if found:
                     return found
         return ""
 
     def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Observed | None) -> str:
-        """From an operation that passes on something wrong towards the loss, to the one that makes it so."""
+        """Go from an operation that passes on a wrong gradient towards the loss, to the one that makes it wrong."""
         to: int | None = None
         known = set[int]()
         while number not in known:
             known.add(number)
             op = trail.ops[number]
             arrived = [self._arrived(op, at) for at in op.arrived]
-            if to is None and wrong is not None and wrong.is_partial:  # of a parameter, whose parts are of samples
+            if to is None and wrong is not None and wrong.is_partial:  # of a parameter, in parts by samples
                 wrong = next((one for one in arrived if _is_of_samples(one, wrong)), wrong)
             if not arrived or not any(_is_like(spread, wrong) for spread in arrived):
                 last = trail.ops[to] if to is not None else None
@@ -319,10 +319,10 @@ class Trails:
     def _line(
         self, trail: Trail, consumers: Mapping[int, list[int]], op: Op, to: Op | None, wrong: Observed | None
     ) -> str:
-        """What to blame where an operation gets a gradient that is right and passes on one that is not.
+        """Return the line to blame if an operation gets a right gradient and passes on a wrong one.
 
-        to   the operation that gets it: one whose backward pass was written to add up what it gets, and does not, is
-             to blame
+        to   the operation that gets the wrong one: it is to blame if its backward pass should add up gradients, and
+             does not
         """
         if to is not None and to.is_function and not to.sent_back and (wrong is None or wrong.is_partial):
             is_gather = bool(to.sent) and bool(to.inputs) and _size(to) > _size(trail.ops[to.inputs[0]])
@@ -339,7 +339,7 @@ class Trails:
 
     @property
     def unsummed(self) -> list[str]:
-        """The lines of functions that send in their forward pass alone, and get parts of a gradient."""
+        """The lines of functions that send only in their forward pass, and get parts of a gradient."""
         ops = [op for op in self._ours[0].ops if op.is_function and op.sent and not op.sent_back]
         arrived = [(op.line, self._arrived(op, at)) for op in ops for at in op.arrived]
         return [*dict.fromkeys(line for line, spread in arrived if spread is not None and spread.is_partial)]
@@ -350,7 +350,7 @@ class Trails:
         return {line for op in self._ours[0].ops if op.is_function for line in op.sent_back}
 
     def _is_summed(self, trail: Trail, op: Op) -> bool:
-        """Whether the parts that an operation passes on are added up at once."""
+        """Return whether the parts that an operation passes on are added up at once."""
         makers = [trail.ops[to] for to, _ in op.passed if isinstance(to, int)]
         return any(maker.is_function and maker.sent_back for maker in makers)
 
@@ -363,16 +363,16 @@ class Trails:
         return found
 
     def _arrived(self, op: Op, number: int) -> Observed | None:
-        """How the gradient of one of an operation's results is spread."""
+        """Return how the gradient of one of an operation's results is spread."""
         return self._spread(op, lambda one, _: one.arrived.get(number))
 
     def _passed(self, op: Op, held: Mapping[int, str], name: str) -> Observed | None:
-        """How the gradient that an operation passes on to a parameter is spread."""
+        """Return how the gradient that an operation passes on to a parameter is spread."""
         names = {_REFERENCE: name, **held}
         return self._spread(op, lambda one, rank: _sum(one, names[rank]) if rank in names else None)
 
     def _passed_to(self, op: Op, to: Op) -> Observed | None:
-        """Likewise, to another operation."""
+        """Return the same for another operation."""
 
         def passed(one: Op, rank: int) -> np.ndarray | None:
             other = (self._theirs if rank == _REFERENCE else self._by_key[rank]).get(to.key)
@@ -381,7 +381,7 @@ class Trails:
         return self._spread(op, passed)
 
     def _spread(self, op: Op, found: Callable[[Op, int], np.ndarray | None]) -> Observed | None:
-        """How what is found of an operation on each rank is spread."""
+        """Return how a tensor of an operation, which `found` selects on each rank, is spread."""
         each = {_REFERENCE: self._theirs, **dict(enumerate(self._by_key))}
         held = {rank: found(ops[op.key], rank) for rank, ops in each.items() if op.key in ops}
         want, there = held.pop(_REFERENCE, None), {rank: x for rank, x in held.items() if x is not None}
@@ -389,7 +389,7 @@ class Trails:
 
 
 def difference(got: np.ndarray, want: np.ndarray) -> str:
-    """How a value differs from the right one: "2 times the reference's", and otherwise the first elements; "" if it
+    """Return how a value differs from the right one: "2 times the reference's", or else the first elements; "" if it
     does not."""
     got, want, size = got.astype(np.float64), want.astype(np.float64), largest(want)
     factor = factor_between([(got, want)], 1e-4 * size)
@@ -404,7 +404,7 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
 
 
 def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:
-    """Whether a gradient is wrong in the same way, or in a way that nobody knows."""
+    """Return whether a gradient is wrong in the same way, or in an unknown way."""
     if spread is None or spread.factor == 0:
         return True
     is_same_kind = wrong is not None and spread.is_partial == wrong.is_partial
@@ -412,14 +412,14 @@ def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:
 
 
 def _is_of_samples(spread: Observed | None, wrong: Observed) -> bool:
-    """Whether each rank has its samples' part of what a parameter's gradient is added up from, with its factor."""
+    """Return whether each rank has the part of a parameter's gradient that comes from its samples, with its factor."""
     if spread is None or spread.is_partial or abs(spread.factor - 1) <= 1e-2:
         return False
     return abs(spread.factor / wrong.factor - 1) < 1e-2
 
 
 def _sum(op: Op, to: int | str) -> np.ndarray | None:
-    """All that an operation passes on to one place."""
+    """Return the sum of all that an operation passes on to one place."""
     there = [x for at, x in op.passed if at == to]
     return np.sum(there, axis=0) if there and len({x.shape for x in there}) == 1 else None
 

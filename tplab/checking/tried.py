@@ -1,4 +1,4 @@
-"""What is tried in a new run of the model: if all is right with it, it is the repair, and the cause is known."""
+"""Trials in a new run of the model: if everything is right with one, it is the repair, and the cause is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Reduction(NamedTuple):
-    """An all_reduce where the program calls it: as text, the axis as text, and the line.
+    """An all_reduce where the program calls it: the op, the axis as text, and the line.
 
     op    how it combines what the ranks hold: "sum", "mean", "max" or "min"
     """
@@ -24,13 +24,13 @@ class Reduction(NamedTuple):
 class Trial(NamedTuple):
     """A change to the model in a new run.
 
-    words    it, in words that go on: "with a sum in place of all_reduce(x, 'tp', 'mean') in model.py:7"
-    short    what it is one of, for the list of what was tried
-    mistake  the keyword for what is wrong if this is the repair; "" keeps the one of what was observed
+    words    the change as a phrase: "with a sum in place of all_reduce(x, 'tp', 'mean') in model.py:7"
+    short    its kind, for the list of what was tried
+    mistake  the keyword for the mistake if this is the repair; "" keeps the observed one
     at       what is changed, and how: "reductions" (by all_reduce: another result), "gathers" (each is of the other
              kind), "scores" (of softmaxes: a factor, or axes over which they are added up), "entrance" (modules, and
-             the axes of copy_to at their inputs), "exit" and "given" (a module, axes, an addend: what it returns or
-             gets is added up before that), "parameters" (name -> layout and values), "loss" (axes over which it is
+             the axes of copy_to at their inputs), "exit" and "given" (a module, axes, an addend: its output or input is
+             added up without the addend), "parameters" (name -> layout and values), "loss" (axes over which it is
              averaged), "gradients" (names, axes, "sum" or "mean"), "once" (a parameter, and the axes of which only the
              first rank has it)
     """
@@ -42,11 +42,11 @@ class Trial(NamedTuple):
 
 
 LEFT_OUT, UNDIVIDED, SUMMED, AVERAGED = "left out", "undivided", "summed", "averaged"
-"""What is tried on an all_reduce: it is left out where all ranks hold the same; its result times the number of ranks; a
-sum in place of a mean, a maximum or a minimum; a mean where ranks do not hold the same."""
+"""The trials for an all_reduce: leave it out if all ranks hold the same; multiply its result by the number of ranks; a
+sum in place of a mean, a maximum or a minimum; a mean if ranks do not hold the same."""
 
 SAME = 1e-4
-"""Relative: what differs by more is not the same on every rank."""
+"""Relative: a larger difference means that ranks do not hold the same."""
 
 _WORDS = {
     LEFT_OUT: ("without {}, which adds up what is the same on every rank", "leaving out an all_reduce"),
@@ -59,9 +59,9 @@ MOST_TRIALS = 8
 
 
 def of_reductions(found: Sequence[Reduction], observed: str, is_backward: bool = False) -> list[Trial]:
-    """What to try on the all_reduces that a program calls, the first ones first.
+    """Return trials for the all_reduces that a program calls, the first ones first.
 
-    observed   what is wrong, in words: none is taken for divided where nothing is 1/R of the reference
+    observed   what is wrong, in words: divisions are tried only if something is 1/R of the reference
     """
     trials, left_aside = [], {UNDIVIDED} if " 1/" not in f" {observed}" else set[str]()
     for how, (words, short) in _WORDS.items():
@@ -72,7 +72,7 @@ def of_reductions(found: Sequence[Reduction], observed: str, is_backward: bool =
 
 
 def not_known(trials: Iterable[Trial]) -> str:
-    """What to say where no trial makes it right."""
+    """Return the words for an unknown cause, with what was tried."""
     listed = list(dict.fromkeys(trial.short for trial in trials))
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return "cause not known" + (f"; tried: {', '.join(listed[:3])}{more}" if listed else "")

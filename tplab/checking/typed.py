@@ -1,4 +1,4 @@
-"""A typed program: the type of every value that its steps make, the program's text with them, and what they forbid."""
+"""A typed program: the type of every value that its steps make, the program's text with these types, and the faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnAxes = dict[str, Type]
 """Axis -> the type of a tensor along it."""
 
 Look = Callable[[int, str], bool | None]
-"""(value, axis) -> whether the ranks of the axis hold the same; None where nobody has seen."""
+"""(value, axis) -> whether the ranks of the axis hold the same; None if that was not observed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fault:
 
 
 class Typed(NamedTuple):
-    """A tensor with its types: its name, where it has one, its shape on one rank, and its type along each axis."""
+    """A tensor with its types: its name, if it has one, its shape on one rank, and its type along each axis."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Typed(NamedTuple):
         return f"{self.name + ' ' if self.name else ''}{list(self.shape)}  {types}"
 
     def as_spmd_types(self) -> str:
-        """Its annotation: assert_type(h, {"dp": S(0), "tp": R})."""
+        """Return its annotation: assert_type(h, {"dp": S(0), "tp": R})."""
         dims = Counter(one.dim for one in self.types.values())
         known = {axis: one._replace(dim=None if dims[one.dim] > 1 else one.dim) for axis, one in self.types.items()}
         types = ", ".join(f'"{axis}": {_as_spmd(str(one))}' for axis, one in known.items())
@@ -58,12 +58,12 @@ class Typed(NamedTuple):
 
 
 def _as_spmd(text: str) -> str:
-    """A type, as spmd_types writes it."""
+    """Return a type in the notation of spmd_types."""
     return re.sub(r"^P\(.*", "V", text.replace("V(", "S("))
 
 
 def _as_spmd_cast(op: str, axis: str, source: str, target: str) -> str:
-    """What a collective is in spmd_types. A comment has both types, and those of its backward pass."""
+    """Return a collective as a call of spmd_types, with both types, and those of its backward pass, in a comment."""
     one, other = _as_spmd(source), _as_spmd(target)
     duals = [text if text[0] == "S" else DUALS[text] for text in (other, one)]  # type: ignore[index]
     note = f"# {one} -> {other}, backward {duals[0]} -> {duals[1]}"
@@ -77,15 +77,15 @@ _SPMD = {
     ("reduce_scatter", "PV"): "reduce_scatter", ("reduce_scatter", "VV"): "reduce_scatter",
     ("all_to_all", "VV"): "all_to_all",
 }  # fmt: skip
-"""(tplab's collective, what it takes and makes) -> the function of spmd_types that does so."""
+"""(tplab's collective, the types of its input and result) -> the function of spmd_types for it."""
 
 
 class Typing:
-    """Types the values of one rank's program, step by step. `types` has them by number, `faults` what is forbidden.
+    """Types the values of one rank's program, step by step: `types` by the number of the value, and `faults`.
 
     axes   those of the mesh that have more than one rank
     casts  (line, collective, phase) -> what it makes of types: "tp: P → I"
-    look   whether values are the same on all ranks, as far as that was seen
+    look   whether values are the same on all ranks, as far as that was observed
     """
 
     def __init__(self, axes: Sequence[str], look: Look = lambda value, axis: None):
@@ -94,19 +94,19 @@ class Typing:
         self.shapes: dict[int, tuple[int, ...]] = {}
         self._faults: list[tuple[Fault, tuple[int, ...]]] = []  # with the values that the operation took
         self._takers: dict[int, list[Step]] = {}
-        self._awaited: dict[int, list[Fault]] = {}  # sums, by value: faults unless the program divides what they are
+        self._awaited: dict[int, list[Fault]] = {}  # sums, by value: faults unless the program divides them
         self._zeros: set[int] = set()
         self._constant: set[int] = set()
         self.casts: dict[tuple[str, str, str], list[str]] = {}
 
     def give(self, value: int, shape: Sequence[int], types: Mapping[str, Type], is_constant: bool = False) -> None:
-        """A value that comes from outside, or that the program has written out."""
+        """Add a value that comes from outside, or whose type the program declares."""
         self.types[value], self.shapes[value] = {axis: types[axis] for axis in self.axes}, tuple(shape)
         if is_constant:
             self._constant.add(value)
 
     def take(self, step: Step) -> None:
-        """Type what a step makes."""
+        """Type the result of a step."""
         result = {axis: self._along(step, axis) for axis in self.axes}
         self.types[step.output], self.shapes[step.output] = result, step.shape
         if step.is_zero or (step.inputs and step.how in ("linear", "reshape") and self._zeros.issuperset(step.inputs)):
@@ -130,12 +130,12 @@ class Typing:
         op = "all_gather" if step.op == "gather_from" else step.op
         found = self.casts.setdefault((line_text(*step.stack[0]), op, step.phase), [])
         if step.op == "gather_from" and found:
-            found.pop()  # in torch it is an all_gather first
+            found.pop()  # in torch, gather_from begins with an all_gather
         if text not in found:
             found.append(text)
 
     def is_constant(self, value: int) -> bool:
-        """Whether it is made of nothing that comes from outside."""
+        """Return whether it depends on no value from outside."""
         return value in self._constant
 
     def _along(self, step: Step, axis: str) -> Type:
@@ -158,10 +158,9 @@ class Typing:
         return Type("R") if looks_equal and found == V else found
 
     def gradient(self, name: str, value: int, gradient: int, stack: Sequence[Frame], is_used: bool = True) -> None:
-        """Check that a parameter that is the same on all ranks of an axis has a gradient that is so, too. `look` knows
-        the gradient by its negative number, as that of this parameter. One that no optimizer has used may be left over
-        from a sum that was made elsewhere, as in a bucket. Where a gradient is a fault, its update is none.
-        """
+        """Check that a parameter that is equal on all ranks of an axis has a gradient that is equal, too. `look` knows
+        the gradient by its negative number. A gradient that no optimizer has used may be left over from a sum that was
+        made elsewhere, as in a bucket. If a gradient is a fault, its update is not reported as well."""
         for axis in self.axes:
             kind = self.types[gradient][axis].kind
             if not self.types[value][axis].is_equal or kind in "RI" or self._look(-gradient, axis) is not False:
@@ -183,7 +182,7 @@ class Typing:
         self._faults.append((self._made(stack, op, axis, error), took))
 
     def _is_added_up(self, value: int, axis: str) -> bool:
-        """Whether a sum over the ranks of an axis has taken all of a value, or of something that it was added to."""
+        """Return whether a sum over the ranks of an axis has taken all of a value, or a tensor that it was added to."""
         size, seen, left = math.prod(self.shapes[value]), {value}, [value]
         while left:
             for step in self._takers.get(number := left.pop(), ()):
@@ -201,7 +200,7 @@ class Typing:
 
     @property
     def faults(self) -> list[Fault]:
-        """What was forbidden: once for each line, operation and axis."""
+        """The faults, once for each line, operation and axis."""
         awaited = [fault for faults in self._awaited.values() for fault in faults]
         found = {(one.where, one.op, one.axis): one for one in reversed([*(one for one, _ in self._faults), *awaited])}
         return [*reversed(found.values())]
@@ -213,11 +212,11 @@ class Typing:
 class Types:
     """The types of a program's tensors: `run(..., types=True).types`.
 
-    arguments, results, gradients   `Typed` tensors: what the program took and gave back, and `.grad` of parameters
-    lines      (file, line of a statement) -> what the statement made, one for each way in which it was typed
+    arguments, results, gradients   `Typed` tensors: the program's arguments and results, and `.grad` of parameters
+    lines      (file, line of a statement) -> the results of the statement, one for each way in which it was typed
     faults     what the types forbid, each with its line and the way out
     casts      (line, collective, phase) -> what it makes of types: "tp: P → I"
-    note       what could not be seen, "" where that is nothing
+    note       what could not be observed; "" if that is nothing
     str()      the program's text with a type at each line, and the faults
     """
 
@@ -231,7 +230,7 @@ class Types:
         self.casts = {key: " or ".join(texts) for key, texts in (casts or {}).items()}
 
     def of(self, name: str) -> Typed:
-        """The argument, or else the last tensor assigned to this name. Raises KeyError."""
+        """Return the argument, or else the last tensor assigned to this name. Raises KeyError."""
         made = [one for found in self.lines.values() for one in found]
         for one in (*reversed(made), *self.arguments, *self.gradients, *self.results):
             if one.name == name:
@@ -239,7 +238,7 @@ class Types:
         raise KeyError(f"no line of the program assigns a tensor to {name!r}")
 
     def at(self, where: str) -> Typed | None:
-        """What the statement at a line made, given as traces name it: "cell 3, line 4"."""
+        """Return the result of the statement at a line, which is named as in traces: "cell 3, line 4"."""
         return next((found[-1] for frame, found in self.lines.items() if found and line_text(*frame) == where), None)
 
     def __str__(self) -> str:
@@ -255,8 +254,8 @@ class Types:
         return "\n".join([f"types of {self.title}", *lines])
 
     def as_spmd_types(self) -> str:
-        """The program's text with the annotations that say the same in spmd_types (github.com/meta-pytorch/spmd_types):
-        `assert_type(h, {"tp": S(1)})` for what a line makes, and for each collective its call there: `P -> I`.
+        """Return the program's text with the equivalent annotations of spmd_types (github.com/meta-pytorch/spmd_types):
+        `assert_type(h, {"tp": S(1)})` for the result of a line, and for each collective its call there: `P -> I`.
 
         A dim that several axes cut is V there, as its order is not known, and so is a mean over part of a batch.
         """
@@ -267,7 +266,7 @@ class Types:
         return "\n".join([f"annotations of {self.title} for spmd_types", *lines])
 
     def _casts_at(self, file: str, number: int) -> list[str]:
-        """The collectives of a statement, in the language of spmd_types."""
+        """Return the collectives of a statement as calls of spmd_types."""
         lines = {line_text(file, line) for line in range(number, number + 20) if statement(file, line)[0] == number}
         return [
             _as_spmd_cast(op, *along)
@@ -282,7 +281,7 @@ class Types:
     def _text(
         self, words: Callable[[Typed], str] = str, more: Callable[[str, int], list[str]] = lambda file, number: []
     ) -> Iterable[tuple[str, str]]:
-        """Each line of the program, and what is known about it: each tensor in `words`, after `more` about the line."""
+        """Yield each line of the program with what is known about it: each tensor in `words`, after `more`."""
         for file, numbers in self._shown().items():
             for number in numbers:
                 text = linecache.getline(file, number).rstrip()
@@ -293,7 +292,7 @@ class Types:
                     yield (f"{number:>4}  {text}" if not place else "", one)
 
     def _shown(self) -> dict[str, list[int]]:
-        """The lines to show of each file: those with types, and whole functions where they are short."""
+        """Return the lines to show of each file: those with types, and whole functions if they are short."""
         shown: dict[str, set[int]] = {}
         for file, number in [*([self.first] if self.first else []), *self.lines]:
             around = function_around(file, number)
@@ -308,7 +307,7 @@ _MOST_WIDTH, _MOST_LINES = 88, 40
 
 
 def lines_of(steps: Iterable[Step], typing: Typing) -> dict[Frame, list[Typed]]:
-    """What each statement has made: the last of its forward steps, whatever was called for it, one for each type."""
+    """Return the results of each statement: of the last forward step in it or in its calls, one for each type."""
     last: dict[Frame, int] = {}
     found: dict[Frame, list[Typed]] = {}
 
@@ -336,6 +335,6 @@ def lines_of(steps: Iterable[Step], typing: Typing) -> dict[Frame, list[Typed]]:
 
 
 def of_spec(spec: Sequence[Any], axes: Sequence[str]) -> OnAxes:
-    """The types of a tensor that is laid out as a spec says: invariant along the axes that it does not name."""
+    """Return the types of a tensor that is laid out as a spec says: invariant along the axes that it does not name."""
     dims = dims_cut(spec)
     return {axis: Type("V", dims[axis]) if axis in dims else I for axis in axes}

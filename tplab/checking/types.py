@@ -1,4 +1,4 @@
-"""Types: what a tensor is along an axis of a mesh, its gradient too, and the collectives as casts between them.
+"""Types of a tensor, and of its gradient, along an axis of a mesh, and the collectives as casts between them.
 
     type           the ranks' tensors of it                      its gradient
     R replicated   are equal, and each rank uses its own         P: every rank has its part of a sum
@@ -6,10 +6,9 @@
     V varying      differ; V(d): they are pieces, cut along d    V: each rank has that of its own tensor
     P partial      are the terms of a sum, which is meant        R: equal, as every term counts alike
 
-A gradient's type is the *dual* of its tensor's. A cast from one type to another has a backward pass, which is a cast
-too: from the dual of what it makes to the dual of what it takes. So whoever knows the casts knows all backward passes.
-JAX's `shard_map` has these types as varying axes: what does not vary is I, and R, V and P all vary. The letters are
-those of spmd_types (github.com/meta-pytorch/spmd_types).
+A gradient's type is the *dual* of its tensor's. The backward pass of a cast is a cast from the dual of its result to
+the dual of its input, so the casts determine all backward passes. JAX's `shard_map` expresses these types as varying
+axes: I does not vary, and R, V and P do. The letters are those of spmd_types (github.com/meta-pytorch/spmd_types).
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import Literal, NamedTuple
 Kind = Literal["R", "I", "V", "P"]
 KINDS: tuple[Kind, ...] = ("R", "I", "V", "P")
 DUALS: Mapping[Kind, Kind] = {"R": "P", "I": "I", "V": "V", "P": "R"}
-"""What the gradient of a tensor of each type is."""
+"""The type of the gradient of a tensor of each type."""
 
 
 class Type(NamedTuple):
-    """What a tensor is along one axis.
+    """The type of a tensor along one axis.
 
     kind   R, I, V or P
-    dim    of V: the dim along which the ranks' tensors are pieces of one; None where they are not, or it is not known
-    op     of P: what makes a whole of the ranks' tensors: "sum" or "mean"; "" where only the program knows its factors
-    top    of V, where dims were merged into `dim`: the elements that the one that is cut has, with all after it. 0: all
+    dim    of V: the dim along which the ranks' tensors are pieces of one; None if they are not, or if it is not known
+    op     of P: how the ranks' tensors combine to the whole: "sum" or "mean"; "" if only the program knows its factors
+    top    of V, if dims were merged into `dim`: the elements of the dim that is cut, with all after it. 0: all
     """
 
     kind: Kind

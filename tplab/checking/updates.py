@@ -1,4 +1,4 @@
-"""The optimizer, parameters after its step, and buffers."""
+"""The optimizer, the parameters after its step, and buffers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTINGS = {"lr": "the learning rate (lr)", "weight_decay": "the weight decay",
 
 
 def skipped(facts: Facts) -> Found:
-    """Updates that were left out, as gradients were not finite."""
+    """Compare the updates that were skipped because gradients were not finite."""
     should = facts.theirs[0].skipped
     wrong = {rank: step.skipped for rank, step in enumerate(facts.mine) if step.skipped != should}
     if wrong:
@@ -33,7 +33,7 @@ def skipped(facts: Facts) -> Found:
 
 
 def settings(facts: Facts) -> Found:
-    """The optimizer's settings, as it had them in the step."""
+    """Compare the optimizer's settings in the step."""
     wrong: dict[str, tuple[float, float, set[int]]] = {}
     for name in facts.reference.weights:
         want = next((step.settings[name] for step in facts.theirs if name in step.settings), {})
@@ -43,7 +43,7 @@ def settings(facts: Facts) -> Found:
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
         words = facts.words_of(factor)
-        if factor and facts.goes_on:  # that of another step, and no number of ranks
+        if factor and facts.goes_on:  # a schedule's value at another step, not a number of ranks
             words = f"{factor:.4g} times the reference's"
         cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
         if facts.goes_on:
@@ -85,7 +85,7 @@ def settings(facts: Facts) -> Found:
 
 
 def states(facts: Facts) -> Found:
-    """What the optimizer keeps from step to step."""
+    """Compare the states that the optimizer keeps from step to step."""
     wrong: dict[tuple[str, str], dict[int, tuple[np.ndarray, np.ndarray]]] = {}
     for (name, key), rank, _, got, want, _ in facts.pieces("states", facts.reference.states(facts.number)):
         gradient = facts.reference.gradients(facts.number).get(name)
@@ -94,7 +94,7 @@ def states(facts: Facts) -> Found:
         slack = 8 * max(share, facts.reference.floor) * largest(want)
         if gap(got, want) > max(slack, TIMES * facts.reference.moved("states", (name, key), facts.number)):
             wrong.setdefault((name, key), {})[rank] = got, want
-    for at, held in [*wrong.items()]:  # ranks may have zeros that only the rank changes which owns the parameter
+    for at, held in [*wrong.items()]:  # ranks that do not own the parameter may keep zeros
         if len(held) < len([*facts.holders(at[0])]) and not any(got.any() for got, _ in held.values()):
             del wrong[at]
     if not wrong:
@@ -102,7 +102,7 @@ def states(facts: Facts) -> Found:
     (name, key), held = next(iter(wrong.items()))
     rank, (got, want) = next(iter(held.items()))
     (got, want), step, loaded = farthest(got, want), facts.line("step"), facts.line("loaded")
-    if not all("loaded" in one.lines for one in facts.mine):  # some ranks only
+    if not all("loaded" in one.lines for one in facts.mine):  # only some ranks load them
         loaded = facts.source.condition(loaded) or loaded
     factor = got / want if want and facts.sizes.named(got / want) else None
     cause = (
@@ -133,13 +133,13 @@ def states(facts: Facts) -> Found:
 
 
 def _restored(facts: Facts) -> Repair:
-    """The optimizer's states with which the run goes on, on ranks that were started again."""
+    """Return the repair that gives restarted ranks the optimizer's states of the run that goes on."""
     values = {"step": 0, "whole": facts.dealt(facts.reference.start)}
     return Repair("states", "the optimizer's states of the run that goes on", values=values)
 
 
 def parameters(facts: Facts) -> Found:
-    """After the step."""
+    """Compare the parameters after the step."""
     reference, number = facts.reference, facts.number
     whole, before = reference.parameters(number), {**reference.weights, **reference.parameters(number - 1)}
     wrong: dict[str, set[int]] = {}
@@ -202,7 +202,7 @@ def parameters(facts: Facts) -> Found:
 
 
 def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis]:
-    """The update of a shard is not the shard of the whole tensor's update."""
+    """Yield the case that the update of a shard is not the shard of the whole tensor's update."""
     whole = facts.reference.weights
     padded = {place.name for place in facts.places.values() if place.shape and place.elements is None}
     cut = [name for name in whole if len(facts.groups(name)) > 1 and name not in padded]
@@ -220,7 +220,7 @@ def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis
 
 
 def _is_kept_elsewhere(facts: Facts, name: str, rank: int, mine: str) -> bool:
-    """Whether no optimizer has a parameter, and this rank leaves its own as it was: another one keeps the average."""
+    """Return whether no optimizer has a parameter, and this rank left it unchanged: another keeps the average."""
     number = facts.number
     seen = facts.ours[rank]
     if any(name in step.settings for step in facts.theirs) or f"parameter {mine}" in seen.steps[number].lines:
@@ -230,7 +230,7 @@ def _is_kept_elsewhere(facts: Facts, name: str, rank: int, mine: str) -> bool:
 
 
 def buffers(facts: Facts) -> Found:
-    """Those that the reference has changed in the step."""
+    """Compare the buffers that the reference changed in the step."""
     whole, seen = facts.theirs[0].buffers, facts.reference.seen[0]
     start = seen.buffers if not facts.number else seen.steps[facts.number - 1].buffers
     moving = [

@@ -1,7 +1,7 @@
-"""A verdict: says what is observed of a tensor in words, given what the ranks hold and the unsharded answer.
+"""A verdict: in words, what is observed of a tensor, given the ranks' pieces and the unsharded answer.
 
 Most mistakes in tensor parallelism leave a mark in the numbers: a sum made once too often multiplies by the number of
-ranks; a missing sum leaves each rank with its part, and the parts add up to the answer. Why that is so is another
+ranks; a missing sum leaves each rank with its part, and the parts add up to the answer. The cause is a separate
 question: see `tplab.checking.tried`.
 """
 
@@ -24,20 +24,20 @@ NEITHER = "neither a multiple of the reference nor terms that add up to it"
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 TIMES = 4
-"""How many times as far as the reference itself moves a tensor may be off: ranks add up in several other orders."""
+"""A tensor may be off by this many times the reference's own rounding, because ranks add up in several other orders."""
 
 NOISE = 0.25
-"""A tensor that rounding moves by more than this, relative to its largest element, may be nothing but rounding. So it
-is compared with the largest tensor of its kind."""
+"""A tensor that rounding moves by more than this, relative to its largest element, may consist of rounding alone. It is
+then compared with the largest tensor of its kind."""
 
 
 def coarsest(dtypes: Iterable[str]) -> str:
-    """The dtype of the largest rounding among them."""
+    """Return the dtype with the largest rounding error."""
     return max({*dtypes} & EPSILON.keys(), key=list(EPSILON).index, default="float32")
 
 
 class Verdict(NamedTuple):
-    """What was found for one tensor.
+    """The result for one tensor.
 
     ok          whether it equals the answer, up to rounding
     error       how far off the worst rank is, relative to the largest element of the answer
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     mistake     a keyword for it: "", "scaled", "partial", "mean", "disagree", "missing", "shape", "not finite", "tied",
                 "values", "pieces", "fused", "bias", "scale", "softmax", "gather", "other"
     axes        the axes over which a sum is missing, or made once too often
-    moved       how far rounding moves the reference itself, also relative to it; None where that was not measured
+    moved       how far rounding moves the reference itself, also relative to it; None if that was not measured
     """
 
     ok: bool
@@ -63,15 +63,15 @@ class Rounding:
     """How far rounding may take a tensor from the reference.
 
     It is measured: the reference runs again with every parameter and input changed by one unit in the last place, and
-    with its sums in another order. `TIMES` as much is accepted, and 4 units in the last place in any case. Where it
-    was not measured, sizes say what to expect.
+    with its sums in another order. `TIMES` as much is accepted, and 4 units in the last place in any case. If it was
+    not measured, it is estimated from the sizes.
 
     dtype   "float64", "float32", "bfloat16", "float16": one rounding is eps of it, 2.2e-16, 1.2e-7, 7.8e-3 or 9.8e-4
     terms   of the longest sum: features, vocabulary entries or tokens. Rounding errors are practically random: n of
             them give sqrt(n) eps. Kernels add up 16-bit products in float32 and round once, so for 16 bits it is 1
     depth   how many such sums follow one another. From sizes, the limit is 8 eps sqrt(terms depth)
-    moved   how far the reference moved; None where that was not measured
-    among   the largest element among all tensors of this kind: one that is nothing but rounding is compared with it
+    moved   how far the reference moved; None if that was not measured
+    among   the largest element among all tensors of this kind, with which a tensor of rounding alone is compared
     """
 
     dtype: str
@@ -84,7 +84,7 @@ class Rounding:
     def of(
         cls, parameters: Iterable[tuple[str, Sequence[int]]], inputs: Iterable[tuple[Sequence[int], bool]]
     ) -> Rounding:
-        """From dtypes and sizes: the longest sum is over features, vocabulary entries or tokens.
+        """Return the estimate from dtypes and sizes: the longest sum is over features, vocabulary entries or tokens.
 
         parameters   the dtype and the shape of each
         inputs       the shape of each, and whether its last dim is features (floating point) and not tokens
@@ -104,21 +104,21 @@ class Rounding:
 
     @property
     def tolerance(self) -> float:
-        """What sizes let expect, relative to the largest element."""
+        """The error that the sizes predict, relative to the largest element."""
         terms = 1 if self.dtype in ("bfloat16", "float16") else self.terms
         return 8 * self.epsilon * (terms * self.depth) ** 0.5
 
     def slack(self, size: float) -> float:
-        """How far any element may be off of a tensor whose largest element is `size`."""
+        """Return how far any element may be off in a tensor whose largest element is `size`."""
         own = self.tolerance * size if self.moved is None else max(TIMES * self.moved, 4 * self.epsilon * size)
         return max(own, 8 * self.epsilon * self.among) if self.is_noise(size) else own
 
     def is_noise(self, size: float) -> bool:
-        """Whether such a tensor may be nothing but rounding."""
+        """Return whether such a tensor may consist of rounding alone."""
         return size <= 8 * self.epsilon * self.among and (self.moved is None or self.moved >= NOISE * size)
 
     def words(self, error: float, moved: float | None) -> str:
-        """What to say of an error that is rounding."""
+        """Return the words for an error that is rounding."""
         if error == 0:
             return "equal to the last bit"
         if not moved:
@@ -153,7 +153,7 @@ def judge(
         return Verdict(False, np.inf, 0.0, words, "not finite")
     if found.kind == "shape":
         return Verdict(False, np.inf, rounding.tolerance, _shape_words(known, reference, found.layout, mesh), "shape")
-    if rounding.is_noise(size):  # such as the gradient of key's bias, which softmax ignores
+    if rounding.is_noise(size):  # such as the gradient of the key's bias, which softmax ignores
         error = max(largest(np.asarray(piece, np.float64)) for piece in known) / (rounding.among or 1.0)
         is_zero = error * (rounding.among or 1.0) <= slack
         words = "zero, as in the reference" if error == 0 else "zero up to rounding, as in the reference"
@@ -170,7 +170,7 @@ def explained(
     found: Observed, pieces: Sequence[np.ndarray], reference: np.ndarray, mesh: Mesh, slack: float,
     layout: Layout | None = None,
 ) -> tuple[str, str, tuple[str, ...]]:  # fmt: skip
-    """The mistake, the words for it, and the axes of what is observed and not right."""
+    """Return the mistake, the words for it, and the axes of an observation that is not right."""
     over, factor = label(found.axes), found.factor
     if found.kind == "scaled" and factor == 0:
         return "missing", "zero on every rank, but not in the reference", ()
@@ -188,7 +188,7 @@ def explained(
         )
     if found.kind == "parts" and factor == mesh.axis_size(found.axes):
         return "mean", f"ranks disagree, and their mean over {over} is the reference", found.axes
-    if found.kind == "parts":  # which sum that is, nobody knows
+    if found.kind == "parts":  # which sum that is, is not known
         return "partial", f"each rank has only its own part, and over {over} the parts add up to {times(factor)}", ()
     if found.kind == "pieces" and found.ranks:
         pairs = enumerate(found.ranks)
@@ -207,7 +207,7 @@ def explained(
 
 
 def times(factor: float) -> str:
-    """2 times the reference, or 1/2 of the reference"""
+    """Return the factor as words: 2 times the reference, or 1/2 of the reference."""
     if abs(factor + 1) < 1e-3:
         return "minus the reference"
     if 0 < factor < 0.9 and abs(1 / factor - round(1 / factor)) < 1e-3:
@@ -217,7 +217,7 @@ def times(factor: float) -> str:
 
 
 def as_many(factor: float, mesh: Mesh) -> str:
-    """What of the mesh a factor is the number of: (there are 3 ranks of 'tp')"""
+    """Return the axes whose number of ranks a factor is: (there are 3 ranks of 'tp')"""
     sets = [
         names
         for names in axis_sets(mesh)
@@ -233,7 +233,7 @@ def _off(found: Observed, size: float, mesh: Mesh) -> str:
 
 
 def _rows(pieces: Sequence[np.ndarray], reference: np.ndarray, layout: Layout, mesh: Mesh, slack: float) -> str:
-    """Words if some rows or columns are right: one part of a fused weight, or one piece of a bias."""
+    """Return words if some rows or columns are right: one part of a fused weight, or one piece of a bias."""
     want = [take(np.asarray(reference, np.float64), layout, mesh, rank) for rank in mesh.ranks]
     gaps = [np.abs(fitted(np.asarray(g, np.float64), w.shape) - w) for g, w in zip(pieces, want) if w.size]
     for dim in range(np.ndim(reference)):
@@ -247,7 +247,7 @@ def _rows(pieces: Sequence[np.ndarray], reference: np.ndarray, layout: Layout, m
 
 
 def slack_of_step(before: np.ndarray, after: np.ndarray, gradient: np.ndarray | None, slack: float) -> np.ndarray:
-    """How much rounding of the gradients, up to `slack`, may change each parameter in a step from `before` to `after`.
+    """Return how much gradient rounding of up to `slack` may change each parameter in a step from `before` to `after`.
 
     Adam divides a gradient by its own size, so rounding is a large part of a small element's step, and all of it if the
     gradient is only rounding error.

@@ -20,8 +20,8 @@ MOST_CHANGES = 6
 class Bench:
     """The step on a mesh beside the step on one device, equation by equation.
 
-    nudged      the arguments, off by one rounding: what they change in the reference is noise
-    tolerance   what is rounding in any case, relative to the largest element
+    nudged      the arguments, off by one rounding: their effect on the reference is noise
+    tolerance   what always counts as rounding, relative to the largest element
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Bench:
             self.whole.setdefault(node.key, []).append((whole, noise))
 
     def found(self, finding: Finding, wrong: set[int]) -> Finding:
-        """The finding, with the line and the cause of the results in `wrong`, which are places among those of the
+        """Return the finding with the line and the cause of the results in `wrong`, which are places among those of the
         step."""
         done: list[Repair] = []
         tried: list[str] = []

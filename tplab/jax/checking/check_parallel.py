@@ -55,7 +55,7 @@ def check_parallel(
 
     params          whole, nested as the model takes them
     inputs, kwargs  what both are called with, whole
-    reference       any function in plain JAX; or a model of this package, which is whole on one rank
+    reference       any function in plain JAX; or a model of this package, unsharded on one rank
     loss            of the model's output; without one: itself if it is a scalar, or a weighted sum of all of it
     reference_loss  of the reference's output, if it must be different, as for logits that stay sharded
     specs           how parameters are laid out on the mesh: a structure of P; without it, `model.specs`
@@ -109,7 +109,7 @@ class _Side:
 
     loss_varies   the axes along which the loss may differ, after `answer`
     order         the parameters in the order in which their gradients are complete, after `answer`
-    reductions    the all_reduces that the last program called that was run with `at`, an empty one
+    reductions    the all_reduces of the last program that was run with an empty `at`
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _Side:
         self.order: list[str] = []
 
     def outputs(self, at: Mapping[str, Any] | None = None) -> list[Arrays]:
-        """The floating-point outputs of each rank, with the changes of a trial."""
+        """Return the floating-point outputs of each rank, with the changes of a trial."""
 
         def program(params: Any, inputs: tuple[Any, ...]) -> Any:
             found = _floats_in(self.model(params, *inputs, **self.kwargs))
@@ -138,7 +138,7 @@ class _Side:
         return self._run(program, (self.params, self.inputs), (self.specs, self.in_specs), at)
 
     def softmaxes(self) -> list[list[np.ndarray]]:
-        """The input of each softmax, for each rank."""
+        """Return the input of each softmax, for each rank."""
 
         def program(params: Any, inputs: tuple[Any, ...]) -> Any:
             return softmaxes(partial(self.model, **self.kwargs), params, *inputs)
@@ -151,7 +151,7 @@ class _Side:
         optimizer: Any = None,
         at: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Arrays]]:
-        """What each rank has: "output", "loss", "gradient", "input" (its gradient), "parameter" (after a step); with
+        """Return each rank's "output", "loss", "gradient", "input" (its gradient) and "parameter" (after a step), with
         the changes of a trial."""
         indices = [index for index, x in enumerate(self.inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -196,7 +196,7 @@ class _Side:
         in_specs: tuple[Any, ...],
         at: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """What each rank returns, with the changes of a trial. An empty one notes the all_reduces that are called."""
+        """Return each rank's results, with the changes of a trial. An empty one notes all calls of all_reduce."""
 
         def changed(params: Any, *more: Any) -> Any:
             if at is None:
@@ -213,7 +213,7 @@ class _Side:
 
 
 def _trials(row: Row, ours: _Side, mesh: Mesh) -> Iterator[Trial]:
-    """What to try where a gradient is wrong and all outputs are right."""
+    """Yield trials for a wrong gradient if all outputs are right."""
     if axes := tuple(name for name in mesh.axis_names if name in ours.loss_varies and mesh.axis_size(name) > 1):
         words = f"with all_reduce(loss, {label(axes)}, 'mean'): it may differ along it as far as JAX's types know, and "
         yield Trial(f"{words}jax.grad adds up the gradients of all", "a mean of the loss", {"loss": axes})
@@ -240,7 +240,7 @@ def _look_for_the_cause(first: Row, theirs: _Side, ours: _Side, comparison: Chec
 
 
 def _again(theirs: _Side, seed: int) -> _Side:
-    """The reference where every number that it takes is one unit in the last place off."""
+    """Return the reference with every input number off by one unit in the last place."""
 
     def other(x: Any) -> Any:
         x = np.asarray(x)
@@ -253,7 +253,7 @@ def _again(theirs: _Side, seed: int) -> _Side:
 
 
 def _perturbed(params: Any) -> tuple[Any, list[str]]:
-    """The parameters, with other values for those that are constant; and the names of these."""
+    """Return the parameters, with other values for those that are constant; and the names of these."""
     leaves, structure = jax.tree.flatten(params)
     changed = []
     for index, (name, leaf) in enumerate(zip(_names(params), leaves)):
@@ -266,7 +266,7 @@ def _perturbed(params: Any) -> tuple[Any, list[str]]:
 
 
 def _with(tree: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    """The tree with one leaf changed."""
+    """Return the tree with one leaf changed."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([change(x) if one == name else x for one, x in zip(_names(tree), leaves)])
 
@@ -277,7 +277,7 @@ def _rounding(params: Any, inputs: Sequence[Any]) -> Rounding:
 
 
 def _names(tree: Any) -> list[str]:
-    """A name for each leaf: its path, joined by dots, as in torch's state_dict."""
+    """Return a name for each leaf: its path, joined by dots, as in torch's state_dict."""
     paths, _ = jax.tree.flatten_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
 
@@ -291,6 +291,6 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _floats_in(output: Any) -> dict[str, Any]:
-    """The floating-point arrays of an output, by name."""
+    """Return the floating-point arrays of an output, by name."""
     found = {"output" + (f".{name}" if name else ""): jnp.asarray(x) for name, x in _named(output).items()}
     return {name: x for name, x in found.items() if jnp.issubdtype(x.dtype, jnp.inexact)}

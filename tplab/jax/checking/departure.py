@@ -21,11 +21,11 @@ from tplab.sharding import P, names_in
 Axes = tuple[str, ...]
 SUMS = ("psum", "psum_invariant")
 Whole = Mapping[Any, Sequence[tuple[Sequence[np.ndarray], Sequence[float]]]]
-"""By the key of a node: what the reference's nodes of this key have returned, in order, and the tolerance of each."""
+"""By the key of a node: the results of the reference's nodes with this key, in order, and the tolerance of each."""
 
 
 class Departure:
-    """What one evaluation of a step has shown: the values of its nodes, beside those of the reference."""
+    """The evidence of one evaluation of a step: the values of its nodes, beside those of the reference."""
 
     def __init__(
         self, axes: Mapping[str, int], nodes: Sequence[Node], values: Sequence[Sequence[np.ndarray]], whole: Whole
@@ -42,7 +42,7 @@ class Departure:
     # --- what is right -------------------------------------------------------------------------------------------
 
     def _references(self, source: Source) -> Iterator[tuple[np.ndarray, float]]:
-        """What the value may be in the reference, and its tolerance."""
+        """Yield the values that this one may have in the reference, and their tolerances."""
         at, place = source
         found = self.whole.get(self.nodes[at].key, [])
         if len(found) == self._counts[self.nodes[at].key]:
@@ -50,7 +50,7 @@ class Departure:
         yield from ((whole[place], noise[place]) for whole, noise in found if place < len(whole))
 
     def _types(self, source: Source) -> list[Observed] | None:
-        """How the value is the reference's; None if that cannot be told, [] if it is not."""
+        """Return how the devices hold the reference's value; None if that cannot be told, [] if they do not."""
         node, x = self.nodes[source[0]], self.values[source[0]][source[1]]
         if node.name == "argument":
             return [Observed("equal")]
@@ -66,7 +66,7 @@ class Departure:
         return found
 
     def _types_of(self, x: np.ndarray, whole: np.ndarray, tolerance: float, is_inside: bool) -> list[Observed] | None:
-        """See `every_way`. Inside of a shard_map, the first dims of x are the axes of the mesh."""
+        """Return as `every_way` does. Inside of a shard_map, the first dims of x are the axes of the mesh."""
         if is_inside:
             is_whole = x.ndim == len(self.axes) + whole.ndim
             devices = x.reshape(self.mesh.size, *x.shape[len(self.axes) :])
@@ -84,11 +84,11 @@ class Departure:
         return source is None or bool(self.types(source))
 
     def _is_plain(self, source: Source | None) -> bool:
-        """Whether it is right without a factor that may come from a loss that is a mean of local means."""
+        """Return whether it is right without a factor, which could come from a loss that is a mean of local means."""
         return source is None or any(one.factor == 1 for one in self.types(source) or ())
 
     def wrong(self) -> set[int]:
-        """The places of the results that are not the reference's."""
+        """Return the places of the results that are not the reference's."""
         return {
             place for place, source in enumerate(self.nodes[self.last].sources)
             if not self.is_right((self.last, place)) or not self._copies_agree(source)
@@ -103,14 +103,14 @@ class Departure:
     # --- where it begins -----------------------------------------------------------------------------------------
 
     def chain(self, wrong: set[int], ends_at: Callable[[Source | None], bool] | None = None) -> list[int]:
-        """The nodes that the wrong results come from through nothing but what is not right, in program order."""
+        """Return the nodes that the wrong results depend on through wrong values only, in program order."""
         sources, ends_at = self.nodes[self.last].sources, ends_at or self.is_right
         ends = (source[0] for place in wrong if (source := sources[place]) is not None)
         return sorted(reached(ends, lambda at: [one[0] for one in self.nodes[at].sources if one and not ends_at(one)]))
 
     def firsts(self, wrong: set[int]) -> list[int]:
-        """The nodes that are given what is right and return what is not. Behind a factor that may be that of a mean of
-        local means, only what adds up over devices can be at fault."""
+        """Return the nodes with right inputs and a wrong result. Behind a factor that may come from a mean of local
+        means, only sums over devices can be at fault."""
         given = [at for at in self.chain(wrong) if self._departs(at)]
         behind = [at for at in self.chain(wrong, self._is_plain) if self._departs(at) and self.nodes[at].name in SUMS]
         inner, ends = ([at for at in given if (self.nodes[at].spec is None) == is_in] for is_in in (True, False))
@@ -121,15 +121,15 @@ class Departure:
         return self.nodes[at].name not in names and self._is_given(at) and self._is_wrong(at)
 
     def _is_given(self, at: int) -> bool:
-        """Whether what goes in is right."""
+        """Return whether the inputs are right."""
         return all(map(self.is_right, self.nodes[at].sources))
 
     def _is_wrong(self, at: int) -> bool:
         return any(self.types((at, place)) == [] for place in range(len(self.values[at])))
 
     def located(self, wrong: set[int]) -> tuple[str, str]:
-        """The line at which it begins, as far as that can be told, and the operation there that is given what is right
-        and returns what is not; "" where another factor may come from a mean of local means."""
+        """Return the line at which the fault begins, as far as that can be told, and the operation there that has right
+        inputs and a wrong result; "" if another factor may come from a mean of local means."""
         for at in self.firsts(wrong):
             node = self.nodes[at]
             if self.values[at][0].dtype.kind == "f" and not (node.is_backward and self._factor((at, 0))):
@@ -146,7 +146,7 @@ class Departure:
     # --- numbers -------------------------------------------------------------------------------------------------
 
     def _factor(self, source: Source) -> float | None:
-        """f where a value is f times the reference's, whole or in pieces; None for 1."""
+        """Return f if a value is f times the reference's, whole or in pieces; None for 1."""
         x, node = self.values[source[0]][source[1]], self.nodes[source[0]]
         for whole, tolerance in self._references(source):
             size = largest(whole) if x.dtype.kind == "f" else 0.0
@@ -158,7 +158,7 @@ class Departure:
         return None
 
     def _size(self, factor: float) -> str:
-        """Which number of the run a factor, or one over it, is."""
+        """Return the number of the run that a factor, or its inverse, equals, in words."""
         count = factor if factor > 1 else 1 / factor
         groups = [some for some in axis_sets(self.mesh) if self._is(count, self.mesh.axis_size(some))]
         found = [f"the number of devices along {label(some)}" for some in groups]

@@ -1,4 +1,4 @@
-"""What a step is given: whole arrays, of which each run makes what the step takes."""
+"""The arguments of a step: whole arrays, from which each run makes its own arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tplab.jax.private import devices_around, is_ref, new_ref
 class Given:
     """The arguments of a step.
 
-    whole   they as whole arrays, without a place on a mesh; for a Ref, what it holds
+    whole   the arguments as whole arrays, without a place on a mesh; for a Ref, its value
     """
 
     def __init__(self, args: Sequence[Any]):
@@ -27,8 +27,8 @@ class Given:
         self.whole = jax.tree.unflatten(self._tree, [_host(leaf) for leaf in leaves])
 
     def to(self, make: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-        """The step of a mesh as a function of whole arrays. It gets those with Explicit axes as their types say, and
-        Refs of its own: what they hold in the end is among its results."""
+        """Return the step of a mesh as a function of whole arrays. It gets those with Explicit axes as their types say,
+        and Refs of its own, whose final values are among its results."""
         step = under(mesh, make)(mesh)
         if not callable(step):
             raise TypeError(f"step takes a mesh and returns a training step, as `lambda mesh: step`, not {step!r}")
@@ -51,7 +51,7 @@ class Given:
 
 
 def under(mesh: jax.sharding.Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, for which `mesh` is set where another one is: it may have specs without a mesh."""
+    """Return `fn` as a function that sets `mesh` if another mesh is set: `fn` may have specs without a mesh."""
 
     def call(*args: Any) -> Any:
         with jax.set_mesh(mesh) if devices_around() else nullcontext():
@@ -61,7 +61,7 @@ def under(mesh: jax.sharding.Mesh, fn: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _explicit(leaf: Any) -> jax.sharding.PartitionSpec | None:
-    """How an array lies along Explicit axes, which is part of its type; None where it has none."""
+    """Return how an array is laid out along Explicit axes, which is part of its type; None if it has none."""
     if not isinstance(leaf, jax.Array):
         return None
     spec = jax.typeof(leaf).sharding.spec
@@ -69,7 +69,7 @@ def _explicit(leaf: Any) -> jax.sharding.PartitionSpec | None:
 
 
 def _host(leaf: Any) -> Any:
-    """An argument without a place on a mesh. Random keys stay as they are."""
+    """Return an argument without a place on a mesh. Random keys are not changed."""
     if isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
         return np.asarray(leaf)
     return leaf

@@ -1,5 +1,5 @@
-"""What a model's jaxpr says besides its results: the order in which gradients arrive, the inputs of its softmaxes, and
-what it would return with the changes of a trial."""
+"""Information in a model's jaxpr besides its results: the order in which gradients arrive, the inputs of its softmaxes,
+and its results with the changes of a trial."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MOST_SOFTMAXES = 32
 
 
 def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
-    """The names of inputs of a jaxpr, in the order in which their gradients are complete: what is used first in the
-    forward pass comes last.
+    """Return the names of inputs of a jaxpr, in the order in which their gradients are complete: the input that is used
+    first in the forward pass comes last.
 
     names   the names of the first inputs; others are left out
     """
@@ -51,7 +51,7 @@ def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
 
 
 def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
-    """The input of each softmax in fn(*args), in the order in which they are computed, without those in a loop.
+    """Return the input of each softmax in fn(*args), in the order of computation, without those in a loop.
 
     A softmax is exp(x - max(x)), however it is written.
     """
@@ -69,14 +69,14 @@ def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
 
 
 def reductions(closed: Any) -> list[Reduction]:
-    """The all_reduces of a jaxpr that are in lines of the program, without those in loops and branches. A mean counts
-    as the sum that it begins with."""
+    """Return the all_reduces of a jaxpr that are in lines of the program, without those in loops and branches. A mean
+    counts as the sum that it begins with."""
     found = [_reduction(eqn, jaxpr) for eqn, jaxpr in _called_in_turn(closed.jaxpr)]
     return [one for one in found if one is not None]
 
 
 def with_changes(fn: Callable[..., Any], at: Mapping[str, Any]) -> Callable[..., Any]:
-    """`fn` with other results of all_reduces, and other scores in softmaxes: see `tplab.checking.tried.Trial`."""
+    """Return `fn` with other results of all_reduces, and other scores in softmaxes: see `tried.Trial`."""
     taken: dict[int, set[Any]] = {}
 
     def changed(eqn: Any, jaxpr: Any, read: Callable[[Any], Any], results: list[Any]) -> list[Any]:
@@ -126,7 +126,7 @@ def _reduction(eqn: Any, jaxpr: Any) -> Reduction | None:
 
 
 def _called_in_turn(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """Every equation that is evaluated once, with the jaxpr it is in."""
+    """Yield every equation that is evaluated once, with the jaxpr it is in."""
     for eqn in jaxpr.eqns:
         inner = called(eqn)
         if inner is None:
@@ -136,7 +136,7 @@ def _called_in_turn(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _evaluated(inner: Any, args: Sequence[Any], watch: Callable[..., list[Any]]) -> list[Any]:
-    """The results of a jaxpr. `watch` is told each equation, its jaxpr, a function that reads its operands and its
+    """Return the results of a jaxpr. `watch` gets each equation, its jaxpr, a function that reads its operands, and its
     results, and returns these or others."""
     jaxpr, _ = opened(inner)
 
@@ -150,7 +150,7 @@ def _evaluated(inner: Any, args: Sequence[Any], watch: Callable[..., list[Any]])
 
 
 def _taken_by_softmax(jaxpr: Any) -> dict[int, Any]:
-    """The id of each equation exp(x - ..) whose x also has its maximum taken, and that x."""
+    """Return the id of each equation exp(x - ..) whose x also has its maximum taken, and that x."""
 
     def those(name: str, of: Collection[Any] | None = None) -> Iterator[tuple[Any, Any]]:
         for eqn in jaxpr.eqns:

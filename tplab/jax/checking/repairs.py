@@ -22,10 +22,10 @@ MOST_PLACES = 3
 
 
 class Repairs(Departure):
-    """What may mend a departure."""
+    """The possible repairs of a departure."""
 
     def repairs(self, wrong: set[int]) -> Iterator[Repair]:
-        """What may mend it, the likeliest first."""
+        """Yield repairs, the likeliest first."""
         groups: dict[Any, list[int]] = {}
         for at in dict.fromkeys([*self.firsts(wrong), *self.firsts(self.wrong())]):
             groups.setdefault(self._group(at), []).append(at)
@@ -57,7 +57,7 @@ class Repairs(Departure):
 
     def _group(self, at: int) -> Any:
         node = self.nodes[at]
-        if node.name == "psum_invariant" and node.is_backward:  # which jax.grad itself has put there
+        if node.name == "psum_invariant" and node.is_backward:  # inserted by jax.grad itself
             return node.name, node.frames[-1:]
         return node.key[:-1] if node.spec is not None else node.key
 
@@ -93,7 +93,7 @@ class Repairs(Departure):
                 yield self._scaled([(one, "result", place) for one in alike], factor, line, node.name)
 
     def _once(self, alike: Sequence[int], types: Sequence[Observed | None]) -> Iterator[Repair]:
-        """What is added to a part of a sum is the same on each device, or a mean, and counts several times."""
+        """Yield the division of an addend that every device adds to its part of a sum, so that it counts too often."""
         node, line = self.nodes[alike[0]], self.line(alike[0])
         for i, one in enumerate(types if node.name in ("add", "sub", "add_any") else ()):
             for other in types:
@@ -112,7 +112,7 @@ class Repairs(Departure):
                 break
 
     def _instead(self, alike: Sequence[int]) -> Iterator[Repair]:
-        """Another reduction in place of a psum."""
+        """Yield another reduction in place of a psum."""
         at, node, line = alike[0], self.nodes[alike[0]], self.line(alike[0])
         axes = tuple(name for name in node.params["axes"] if self.axes[name] > 1)
         if not axes:
@@ -161,7 +161,7 @@ class Repairs(Departure):
         return Repair(sites, becomes, words, cause, line)
 
     def _added_up(self, alike: Sequence[int], operand: int, one: Observed) -> Iterator[Repair]:
-        """A psum or pmean of what is only a part of a sum: where it became so, where it is used, for one use."""
+        """Yield a psum or pmean of a part of a sum: where it becomes one, where it is used, or for one use."""
         node, line, axes, count = self.nodes[alike[0]], self.line(alike[0]), one.axes, self.mesh.axis_size(one.axes)
         sources = [source for i in alike if (source := self.nodes[i].sources[operand]) is not None]
         births = [self._birth(source, one) for source in sources]
@@ -186,7 +186,7 @@ class Repairs(Departure):
                 yield Repair(sites, lambda _, y, by=by: lax.psum(y, axes) / by, words, cause, where, line)
 
     def _birth(self, source: Source, one: Observed) -> Source:
-        """Where the value that is partial became so."""
+        """Return the value that first became partial."""
         while True:
             sources = [s for s in self.nodes[source[0]].sources if s is not None and self.nodes[s[0]].is_inside]
             parts = [s for s in sources if any(t.is_partial and t.axes == one.axes for t in self.types(s) or ())]
@@ -195,7 +195,7 @@ class Repairs(Departure):
             source = parts[0]
 
     def _is_gradient(self, source: Source, birth: Source) -> bool:
-        """Whether nothing but its layout and its scale lies between where a gradient is made and where it is used."""
+        """Return whether a gradient changes only its layout and scale between its origin and its use."""
         while source != birth:
             node = self.nodes[source[0]]
             if node.name in ("dot_general", "mul") and node.is_backward:
@@ -208,7 +208,7 @@ class Repairs(Departure):
         return all(np.allclose(x, np.take(x, [0], place)) for place in places)
 
     def _divided(self, wrong: set[int], chain: Sequence[int]) -> Iterator[Repair]:
-        """What wrong results come from, divided by their factor."""
+        """Yield values that wrong results depend on, divided by the factor of these."""
         sources = self.nodes[self.last].sources
         factors = {place: self._factor((self.last, place)) for place in sorted(wrong)}
         for factor in {round(one, 3): one for one in factors.values() if one and self._size(one)}.values():
@@ -228,7 +228,7 @@ class Repairs(Departure):
         return Repair(sites, lambda _, y: y / factor, f"what {name} in {line} returns, {by}", cause, line)
 
     def _in_place(self, chain: Sequence[int]) -> Iterator[Repair]:
-        """The reference's value in place of what is wrong: all after it is right, then."""
+        """Yield the reference's value in place of a wrong one: everything after it is then right."""
         known = [at for at in chain if self.nodes[at].is_inside and self.line(at) and self._is_wrong(at)]
         least = 2 * self.mesh.size  # more than a number on each device
         known = [at for at in known if self.values[at][0].size >= least and self.values[at][0].dtype.kind in "fiu"]

@@ -27,9 +27,9 @@ _KINDS: dict[str, What] = {
     "loss": "loss", "grad": "gradient", "norm": "norm", "param": "parameters", "opt": "optimizer", "state": "optimizer",
 }  # fmt: skip
 MOST_OWN = 0.1
-"""How far the reference may be off by its own rounding, before a comparison with it says nothing."""
+"""How far the reference may be off by its own rounding before a comparison with it is meaningless."""
 MOST_ELEMENTS = 2**25
-"""All that is computed on all devices: a larger step is compared, and not looked into."""
+"""The most elements that all devices compute for a step to be taken apart; a larger step is only compared."""
 
 
 def same_model(
@@ -39,25 +39,25 @@ def same_model(
     mesh: Mesh | jax.sharding.Mesh | None = None,
     reference_mesh: Mesh | jax.sharding.Mesh | None = None,
 ) -> SameModel:
-    """Whether a training step computes on a mesh what it computes on one device:
+    """Check that a training step computes the same on a mesh as on one device:
 
         same_model(make_step, (params, x, y), mesh=Mesh(dp=4))
 
-    It runs the step once on each mesh, on CPU devices where there are not enough others, and compares all that it
-    returns: the loss, gradients, their norm, and what it has added to the parameters. What is first wrong is said with
-    its factor, its line and its usual cause. Every device's copy of each result is looked at, not only the first one's.
+    It runs the step once on each mesh, on CPU devices if there are not enough others, and compares all that it returns:
+    the loss, gradients, their norm, and the update of the parameters. It reports what is first wrong, with its factor,
+    its line and its usual cause. Every device's copy of each result is compared, not only the first one's.
 
     step    a mesh -> a training step, jitted or not; `lambda mesh: step` where it has no mesh in it
     args    what the step is called with; the first one is the parameters. All are whole, and the same for both meshes,
-            on which arrays with Explicit axes lie as their types say. Refs are left as they are; what the step writes
-            into them is compared, too
+            on which arrays with Explicit axes are laid out as their types say. Refs are not changed; what the step
+            writes into them is compared, too
     mesh, reference_mesh   without the second, one of the same axes with one device
-    Which result is what is read from names, as in {"loss": ..., "grads": ...} or an object's fields; without any, a
-    single number is the loss, and what is like the parameters is their new values.
+    The names of results, as in {"loss": ..., "grads": ...} or an object's fields, say what they are; without any, a
+    single number is the loss, and results with the names and shapes of parameters are their new values.
 
-    What partitioning cannot get wrong is not tested: arguments are whole arrays, of which XLA gives each device its
-    piece, and a step without a `shard_map` is one program, which XLA does not change. How much may be rounding follows
-    from the dtypes, and from running the reference again with each argument off by one rounding.
+    Partitioning by XLA is not tested: arguments are whole arrays, of which XLA gives each device its piece, and a step
+    without a `shard_map` is one program, which XLA does not change. The size of rounding follows from the dtypes, and
+    from a second run of the reference with each argument off by one rounding.
     Raises whatever the step raises on the mesh, and ValueError without a mesh.
     """
     if not isinstance(mesh, Mesh | jax.sharding.Mesh):
@@ -97,7 +97,7 @@ def same_model(
         try:
             bench = Bench(ours, theirs, args, others[0], dict(mesh.shape), comparison.slack)
             return bench.found(finding, wrong)
-        except Exception as error:  # what JAX cannot do in a vmap is many things: the comparison stands without a cause
+        except Exception as error:  # a vmap has many limits: the comparison is then without a cause
             first = str(error).partition(chr(10))[0]
             tried = f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}"
             return replace(finding, tried=(tried,))
@@ -120,10 +120,10 @@ class _Result(NamedTuple):
 
 
 class _Comparison:
-    """The results of both, one by one.
+    """Compares the results of both, one by one.
 
     others   the arguments of further runs of the reference, each number off by a rounding
-    in_full  a finding with its line and cause, given the places of the results that are wrong
+    in_full  returns a finding with its line and cause, given the places of the wrong results
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class _Comparison:
         return SameModel(rows, findings, notes=notes, about=about, reason=reason)
 
     def _what(self, ours: _Result, theirs: _Result) -> tuple[What, str]:
-        """What a result is, and of a parameter after the step its name before; "" otherwise."""
+        """Return the quantity that a result is, and for a parameter after the step its name before; else ""."""
         what: What | None = next((kind for word, kind in _KINDS.items() if word in ours.name.lower()), None)
         alike = (
             n for n, x in self.params.items() if f".{ours.name}".endswith(f".{n}") and x.shape == theirs.whole.shape
@@ -190,7 +190,7 @@ class _Comparison:
     def _judged(
         self, what: What, ours: _Result, pieces: list[tuple[np.ndarray, np.ndarray]], slack: float, size: float
     ) -> Finding:
-        """What a wrong result is to the right one. pieces: what each device has, and what it should have"""
+        """Return how a wrong result relates to the right one. pieces: the actual and expected value on each device"""
         got, right = (dict(enumerate(some)) for some in zip(*pieces, strict=True))
         bad = tuple(rank for rank in got if gap(got[rank], right[rank]) > slack)
         copies: dict[str, list[int]] = {}  # by their place in the whole
@@ -229,7 +229,7 @@ _WHOLE = "not tested: arguments are whole arrays, of which XLA gives each device
 
 
 def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
-    """All arrays that a step returns, with what each device has of them."""
+    """Return all arrays that a step returns, with each device's part of them."""
     found = []
     for place, (path, leaf) in enumerate(jax.tree.flatten_with_path(step(*args))[0]):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -244,7 +244,7 @@ def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
 
 
 def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
-    """The arguments, each number off by one rounding, up or down."""
+    """Return the arguments, each number off by one rounding, up or down."""
     draw = np.random.default_rng(seed)
 
     def other(leaf: Any) -> Any:
@@ -265,7 +265,7 @@ def _at(x: Any, index: Any) -> Any:
 
 
 def _is_finite(x: np.ndarray) -> bool:
-    """Whether it has no NaN, and something that is finite: a mask of infinities is no accident."""
+    """Return whether it has no NaN, and a finite element: a mask of infinities may be intended."""
     return not np.isnan(x).any() and (not x.size or bool(np.isfinite(x).any()))
 
 

@@ -1,4 +1,4 @@
-"""A training step taken apart: every equation in program order, with what each device has of its result."""
+"""A training step taken apart: every equation in program order, with its result on each device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, o
 from tplab.sharding import names_in
 
 Source = tuple[int, int]
-"""A node, and which of its results."""
+"""A node, and the index of one of its results."""
 Site = tuple[int, str, int]
-"""A node, "result" or "operand", and which of them."""
+"""A node, "result" or "operand", and its index."""
 
 _QUICKLY = {"xla_backend_optimization_level": 0}
-"""To compile takes far longer than to run."""
+"""Compilation takes far longer than the run."""
 MOST_ROUNDS = 64
-"""Loops that are longer are one equation."""
+"""Longer loops are one equation."""
 _TYPE_ONLY = {"pvary", "pcast", "sharding_constraint", "optimization_barrier"}
 
 
@@ -31,8 +31,8 @@ class Node(NamedTuple):
     """An equation, once for each time that it is evaluated.
 
     key      its lines and what it computes: the same in the step on another mesh
-    sources  where its operands come from; None for a literal
-    is_inside   whether it is in a shard_map; `spec`: for a result of one, what out_specs say
+    sources  the sources of its operands; None for a literal
+    is_inside   whether it is in a shard_map; `spec`: for a result of one, its out_specs
     frames   the lines of the program that it comes from, the innermost first
     """
 
@@ -47,10 +47,10 @@ class Node(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """Results of equations, or what they are given, are others.
+    """A replacement of results, or operands, of equations.
 
-    becomes   (the operand, the result) on each device -> what is there instead
-    words     the same for a reader; cause: of what is wrong, if this mends it
+    becomes   (the operand, the result) on each device -> the replacement
+    words     the same for a reader; cause: the cause of the fault, if this mends it
     where     the line at fault; other: another that has to do with it
     is_step   whether it may be one of several that mend a step together
     """
@@ -82,11 +82,11 @@ class Tape:
         tried: Sequence[Repair] = (),
         watched: Sequence[int] = (),
     ) -> Iterator[list[list[Any]]]:
-        """What each node returns in each of `runs`, which are arguments: those of the step unless others are given.
+        """Yield each node's results for each of `runs`, which are arguments: those of the step unless others are given.
 
-        With changes that are done; where some are tried, there is a run for each, and only what `watched` nodes return
-        is returned, and what enters and leaves a shard_map. It is compiled once for all. Inside of a shard_map, values
-        have the axes of the mesh as their first dims. The last node is what the step returns.
+        The changes in `done` are made. If some are `tried`, there is a run for each, which keeps only the results of
+        `watched` nodes, and the values that enter and leave a shard_map. All runs share one compilation. Inside of a
+        shard_map, values have the axes of the mesh as their first dims. The last node has the step's results.
         """
 
         def run(which: Any, *given: Any) -> Any:
@@ -167,14 +167,14 @@ class _Walk:
         return [*carry, *(self.note((*path, "stack"), "stack", s, [jnp.stack(x)])[0] for x, s in stacked)]
 
     def _carried(self, rounds: Sequence[Any], path: Any) -> Any:
-        """What a scan carries to its end; as an operand, what it carries from all rounds."""
+        """Return the final carry of a scan; the operand of a change is its carry from all rounds."""
         number, (x, _) = len(self.nodes), rounds[-1]
         if (number, "result", 0) in self._changes:
             x = self._changed(number, "result", 0, jnp.stack([one for one, _ in rounds]), x)
         return self.note((*path, "carry"), "carry", [rounds[-1][1]], [x], frames=path[-1][0])[0]
 
     def _mapped(self, params: Mapping[str, Any], given: Sequence[Any], path: Any) -> list[Any]:
-        """A shard_map, by a vmap for each axis of its mesh."""
+        """Evaluate a shard_map by a vmap for each axis of its mesh."""
         specs, outer = list(zip(params["in_specs"], given)), self.kept
         cut = [_cut(x, spec, self.axes) for spec, (x, _) in specs]
         found: list[Any] = []
@@ -216,7 +216,7 @@ def _bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _cut(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
-    """Each device's piece: the axes of the mesh are the first dims."""
+    """Return each device's piece: the axes of the mesh are the first dims."""
     x, names, shape, where = jnp.asarray(x), [*map(names_in, spec)], list[int](), dict[str, int]()
     local = []
     for size, entry in zip(x.shape, [*names, *[()] * (x.ndim - len(names))]):
@@ -231,7 +231,7 @@ def _cut(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
 
 
 def _joined(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
-    """The whole that out_specs make of the pieces: the first copy, where a spec says that there are copies."""
+    """Return the whole that out_specs make of the pieces: the first copy, if a spec says that there are copies."""
     names = [*map(names_in, spec)]
     cut = [name for entry in names for name in entry]
     x = x[tuple(slice(None) if name in cut else 0 for name in axes)]

@@ -1,7 +1,5 @@
-"""Stand-ins for what is random in a model: random numbers are drawn as always, and the model gets none of them.
-
-What drops drops nothing, and what a forward pass draws is the same for every sample.
-"""
+"""Stand-ins for the random functions of a model: they draw as always, and the model does not get the numbers. Dropout
+drops nothing, and the draws of a forward pass are the same for every sample."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ _dropped = torch.dropout
 
 
 def _is_off(rank: Watched, original: Any) -> bool:
-    """Whether this function is to leave chance out."""
+    """Return whether this function is to leave chance out."""
     return rank.plan.ends and original not in rank.inside
 
 
-# --- what drops -------------------------------------------------------------------------------------------------------
+# --- dropout ----------------------------------------------------------------------------------------------------------
 
 
 def _dropout(
@@ -43,14 +41,14 @@ def _dropout(
         return original(x, p, training, inplace)
     if p == 0 or graph_task() != -1:
         return x
-    with torch.no_grad(), rank.calls(original):  # random numbers are drawn as always, and nothing is dropped
+    with torch.no_grad(), rank.calls(original):  # keeps the generator's state as with dropout
         mask = original(torch.ones_like(local_of(x)), p, True, False)
     rank.draw(x, mask)
     return x
 
 
 def _torch_dropout(rank: Watched, original: Any, /, input: Tensor, p: float, train: bool) -> Tensor:
-    """torch.dropout(x, p, train) and its like."""
+    """Stand in for torch.dropout(x, p, train) and its variants."""
     if not _is_off(rank, original) or not train or not p:
         return original(input, p, train)
     _draw(rank, input, local_of(input).shape, p)
@@ -65,7 +63,7 @@ def _draw(rank: Watched, x: Tensor, shape: Sequence[int], p: float) -> None:
 
 
 def _attention(rank: Watched, original: Any, /, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """torch's order: query, key, value, attn_mask, dropout_p, is_causal."""
+    """Stand in for attention. torch's order: query, key, value, attn_mask, dropout_p, is_causal."""
     p = kwargs.get("dropout_p", args[2] if len(args) > 2 else 0.0)
     if not _is_off(rank, original) or not p:
         return original(query, key, *args, **kwargs)
@@ -76,7 +74,7 @@ def _attention(rank: Watched, original: Any, /, query: Tensor, key: Tensor, *arg
 
 
 def _recurrent(rank: Watched, original: Any, module: nn.RNNBase, /, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Between its layers a recurrent network drops parts of their outputs."""
+    """Stand in for a recurrent network, which drops parts of the outputs between its layers."""
     p = module.dropout
     if not _is_off(rank, original) or not p or not module.training:
         return original(module, input, *args, **kwargs)
@@ -90,7 +88,7 @@ def _recurrent(rank: Watched, original: Any, module: nn.RNNBase, /, input: Any, 
         module.dropout = p
 
 
-# --- what draws -------------------------------------------------------------------------------------------------------
+# --- random draws -----------------------------------------------------------------------------------------------------
 
 
 def _rrelu(
@@ -114,7 +112,7 @@ def _gumbel(
 
 
 def _drawn(rank: Watched, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """What a model draws by itself is drawn, and something else taken in its place."""
+    """Draw as the model asks, and return other numbers instead."""
     is_weight = bool(args) and isinstance(args[0], nn.Parameter)
     found, frame = original(*args, **kwargs), sys._getframe(2)
     if not _is_off(rank, original) or is_weight:
@@ -127,20 +125,20 @@ def _drawn(rank: Watched, original: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def states() -> tuple[Any, ...]:
-    """Where Python's and NumPy's random numbers are."""
+    """Return the states of Python's and NumPy's random generators."""
     _, keys, place, *gauss = np.random.get_state()  # noqa: NPY002
     return python_random.get(), np.asarray(keys).tobytes(), place, *gauss
 
 
 _STEP = (math.sqrt(5) - 1) / 2
-"""Multiples of the golden ratio, without their whole parts, are spread evenly over 0 to 1."""
+"""The fractional parts of multiples of the golden ratio are spread evenly over 0 to 1."""
 
 
 @torch.no_grad()
 def draw_again(name: str, found: Tensor, args: Any, kwargs: Mapping[str, Any], place: str) -> None:
-    """Put other numbers into what a function of torch has drawn: rows, along dim 0, are all the same.
+    """Overwrite a random draw of torch with other numbers: all rows, along dim 0, are the same.
 
-    place   in the program: numbers at another one are others
+    place   in the program: another place gives other numbers
     """
     x = local_of(found)
     row = x.shape[1:].numel()
@@ -158,7 +156,7 @@ def _uniform(u: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
 
 
 def _given(args: Any, kwargs: Mapping[str, Any], *names: str) -> dict[int, Any]:
-    """Arguments by their places, of which some may be given by name."""
+    """Return arguments by position, some of which may be given by name."""
     return dict(enumerate(args)) | {place: kwargs[name] for place, name in enumerate(names) if name in kwargs}
 
 
@@ -179,7 +177,7 @@ def _of_randint(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _of_multinomial(u: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """The likeliest ones."""
+    """Return the likeliest indices."""
     given = _given(args, kwargs, "input", "num_samples")
     likely = given[0].sort(dim=-1, descending=True, stable=True).indices
     return likely[..., torch.arange(given[1], device=likely.device) % likely.shape[-1]]
@@ -201,7 +199,7 @@ AGAIN: Mapping[str, Callable[[Tensor, Any, Mapping[str, Any]], Tensor]] = {
     "randperm": lambda u, args, kwargs: torch.arange(args[0] if args else kwargs["n"], device=u.device),
     "multinomial": _of_multinomial,
 }
-"""For each function of torch that draws: from numbers spread over 0 to 1, what it might have drawn."""
+"""For each random function of torch: a possible draw, made from numbers spread over 0 to 1."""
 
 _DROPS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _TORCH_DROPS = ("dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")

@@ -53,13 +53,13 @@ def check_parallel(
     one rank.
 
     model           makes a rank's model from a copy of the reference: lambda whole: parallelize(whole, plan)
-    reference       the whole model; or a function that makes it, for layers that ask for their place on a mesh: it runs
-                    on a mesh of the same axes with one rank
+    reference       the whole model; or a function that makes it, for layers that need a mesh: it runs on one of the
+                    same axes with one rank
     inputs, kwargs  what both are called with, whole
     loss            of the model's output; without one: its `.loss`, itself if it is a scalar, or a weighted sum of it
     reference_loss  of the reference's output, if it must be different, as for logits that stay sharded
-    specs           how parameters are laid out on the mesh, by name: P, or Layout for fused parts. For a parameter that
-                    is not named, `parallelize` knows it, or it is worked out from shapes and values
+    specs           how parameters are laid out on the mesh, by name: P, or Layout for fused parts. For other
+                    parameters, the layout comes from `parallelize`, or from shapes and values
     in_specs        one per input, or one for all: the model gets this rank's piece, as under sequence parallelism
     optimizer       parameters -> an optimizer: the parameters after one step are compared too
     after_backward  called with the model after its backward pass: where gradients are reduced by hand
@@ -109,7 +109,7 @@ def check_parallel(
 
 
 class _Check(Check):
-    """The two sides, and what has been found so far."""
+    """The two sides, and the results so far."""
 
     def __init__(self, ours: Side, theirs: Side, specs: Mapping[str, P | Layout]):
         whole = theirs.reference
@@ -126,7 +126,7 @@ class _Check(Check):
     # --- before -------------------------------------------------------------------------------------------------------
 
     def compare_values(self) -> None:
-        """Find out how each parameter is laid out on the mesh, and whether its values are the reference's."""
+        """Determine how each parameter is laid out on the mesh, and whether its values are the reference's."""
         told = self.ours.parameters()
         first = told[0]
         if unknown := [name for name in self.specs if name not in first.values]:
@@ -152,7 +152,7 @@ class _Check(Check):
                 words = f"not the reference's values to begin with: {verdict.words}"
                 self._add_value(name, values.shape, layout, verdict._replace(words=words))
             found[name] = layout
-            likely |= set(layout.spec.axis_names)  # zeros, which come last, do not tell two axes of one size apart
+            likely |= set(layout.spec.axis_names)  # zeros, which come last, fit two axes of one size
         self.layouts = {name: found[name] for name in self.whole if name in found}
         for name in sorted(set(held[0]) - set(self.whole)):
             words = "the reference has no such parameter; names= says what it is called there"
@@ -163,7 +163,7 @@ class _Check(Check):
         self.rows.append(Row.of("value", name, shape, layout, verdict))
 
     def perturb(self) -> None:
-        """Give parameters that are constant other values, the same on both sides."""
+        """Give constant parameters other values, the same on both sides."""
         done: set[int] = set()
         for name, parameter in self.whole.items():
             if name in self.is_wrong or id(parameter) in done:
@@ -201,11 +201,11 @@ class _Check(Check):
         )
 
     def _again(self) -> Iterator[Side]:
-        """The reference where rounding is changed: its parameters, and its inputs too; sums in another order."""
+        """Yield the reference with changed rounding: of parameters, of inputs, too, and with sums in another order."""
         for seed in (0, 1):
 
             def other(x: Any, seed: int = seed) -> Any:
-                """x, each number one unit in the last place off."""
+                """Return x with each number one unit in the last place off."""
                 if not isinstance(x, Tensor) or not x.is_floating_point():
                     return x
                 return torch.from_numpy(nudged(to_numpy(x), Rounding(dtype_name(x.dtype)).epsilon, seed)).to(x.dtype)
@@ -220,7 +220,7 @@ class _Check(Check):
             yield side
 
     def _trials(self, row: Row, answer: Callable[[Mapping[str, Any]], Any]) -> Iterator[Trial]:
-        """What to try where a gradient is wrong and all outputs are right."""
+        """Yield trials for a wrong gradient if all outputs are right."""
         order, reductions = self.theirs.order, self.ours.reductions
         found = self.ours.gathers if answer({"gathers": ()}) else []
         for op, shape in dict.fromkeys(found):
@@ -256,11 +256,11 @@ class _Check(Check):
     def _noise(self, name: str) -> Any:
         return self.theirs.changes[name][1] if name in self.theirs.changes else 0.0
 
-    # --- where it leads -----------------------------------------------------------------------------------------------
+    # --- the cause ----------------------------------------------------------------------------------------------------
 
     def look_for_the_cause(self) -> None:
-        """Where outputs are wrong, find the innermost module whose output is wrong, and the repair with which a new run
-        is right."""
+        """If outputs are wrong, find the innermost module whose output is wrong, and the repair with which a new run is
+        right."""
         if self.first_wrong is None:
             return
         (reference,), told = self.theirs.ask(look_inside), self.ours.ask(look_inside)
@@ -287,7 +287,7 @@ class _Check(Check):
     def _forward_trials(
         self, culprit: Culprit, first: Row, reference: Inside, told: Sequence[Inside]
     ) -> Iterator[Trial]:
-        """What to try where an output is wrong."""
+        """Yield trials for a wrong output."""
         addend = culprit.addend if culprit.row else self.added.get(first.name)
         kind = "given" if culprit.is_given else "exit"
         yield from self.additions(first, addend, culprit.name, kind)
@@ -295,7 +295,7 @@ class _Check(Check):
         yield from self.scores(reference.scores, [rank.scores for rank in told])
 
     def _makes_right(self, trial: Trial, culprit: Culprit, search: Search) -> str:
-        """What is right with a trial: all outputs, or the one that was first wrong."""
+        """Return what is right with a trial: all outputs, or the one that was first wrong."""
         try:
             told = self.ours.ask(look_inside, trial.at)
         except TplabError:
@@ -308,7 +308,7 @@ class _Check(Check):
         return ""
 
     def _cut_again(self, search: Search) -> bool:
-        """Try whether outputs are right once a fused weight, cut in one piece, is cut part by part."""
+        """Return whether outputs are right once a fused weight, cut in one piece, is cut part by part."""
         if self.is_wrong or self.split:
             return False
         whole = {name: to_numpy(self.whole[name]) + self._noise(name) for name in self.layouts}

@@ -22,8 +22,8 @@ from tplab.torch.checking.trying import Tried
 
 
 class Inside(NamedTuple):
-    """Of each module that is called: its first output, its first input, its bias, and the all_reduces it calls; the
-    inputs of softmaxes, and what rows of attention weights add up to, if not to 1. "" is the whole model."""
+    """For each module that is called: its first output, its first input, its bias, and the all_reduces it calls; the
+    inputs of softmaxes, and the sum of rows of attention weights, if it is not 1. "" is the whole model."""
 
     outputs: dict[str, np.ndarray]
     inputs: dict[str, np.ndarray]
@@ -34,8 +34,8 @@ class Inside(NamedTuple):
 
 
 class Culprit(NamedTuple):
-    """The module to blame, and its row if it is a module of the reference's. addend: what explains all that is wrong
-    with it; is_given: it gets something wrong, which is computed in `inside`."""
+    """The module to blame, and its row if the reference has it, too. addend: what explains everything that is wrong
+    with it; is_given: its input is wrong, and is computed in `inside`."""
 
     name: str
     row: Row | None = None
@@ -46,7 +46,7 @@ class Culprit(NamedTuple):
 
 @torch.no_grad()
 def look_inside(model: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any], tried: Tried) -> Inside:
-    """Runs the model, as `Side.ask` asks it to."""
+    """Run the model, as a question of `Side.ask`."""
     outputs: dict[str, np.ndarray] = {}
     taken: dict[str, np.ndarray] = {}
     reductions: dict[str, list[Reduction]] = {}
@@ -99,7 +99,7 @@ class Search:
                 return found
 
     def judged(self, told: Sequence[Inside], kind: str, name: str) -> tuple[Layout, Verdict] | None:
-        """The layout and the verdict of a module's "outputs" or "inputs"; None if they cannot be compared."""
+        """Return the layout and the verdict of a module's "outputs" or "inputs"; None if they cannot be compared."""
         whole = getattr(self._reference, kind).get(name)
         pieces = [getattr(rank, kind)[name] for rank in told if name in getattr(rank, kind)]
         if whole is None or len(pieces) < len(told):
@@ -109,13 +109,13 @@ class Search:
         return self._comparison.judge_output(whole, pieces, max(moved) if moved else None)
 
     def _wrong(self, name: str, parent: str) -> Culprit | None:
-        """What to blame if a module's output is wrong; None if it is right, or parts that its parent adds up."""
+        """Return the culprit if a module's output is wrong; None if it is right, or parts that its parent adds up."""
         found = self.judged(self._told, "outputs", name)
         if found is None or found[1].ok:
             return None
         given = self.judged(self._told, "inputs", name)
         mistake = "" if given is None or given[1].ok else given[1].mistake
-        adds_up = self._told[0].reductions.get(name) and mistake in ("partial", "disagree")  # parts that it is given
+        adds_up = self._told[0].reductions.get(name) and mistake in ("partial", "disagree")  # its input is in parts
         if given is not None and mistake not in ("", "shape") and not adds_up:
             return self._given(name, parent, *given)
         layout, verdict = found
@@ -132,13 +132,13 @@ class Search:
         return Culprit(name, Row.of("activation", name, whole.shape, layout, words), addend, inside=name)
 
     def _is_copied(self, name: str, axes: tuple[str, ...]) -> bool:
-        """Whether the output of a module is the same on the ranks of `axes`."""
+        """Return whether the output of a module is the same on the ranks of `axes`."""
         pieces = [rank.outputs[name] for rank in self._told if name in rank.outputs]
         slack = 100 * self._comparison.rounding.tolerance * max(map(largest, pieces), default=0.0)
         return len(pieces) == len(self._told) and agree(pieces, self._comparison.mesh.groups(axes), slack)
 
     def _given(self, name: str, parent: str, layout: Layout, verdict: Verdict) -> Culprit:
-        """A module gets something wrong: then something is at fault that no module computes."""
+        """Return the culprit for a module with a wrong input, which is computed between modules."""
         reference, ours = self._reference, self._told[0]
         whole, pieces = reference.inputs[name], [rank.inputs[name] for rank in self._told]
         before = [other for other in ours.outputs if not other.startswith(f"{name}.")]

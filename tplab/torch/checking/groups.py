@@ -1,4 +1,4 @@
-"""Stand-ins for what sends, in torch.distributed and in tplab, and for what keeps gradients from being sent."""
+"""Stand-ins for collectives of torch.distributed and tplab, and for switches of gradient synchronisation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.simulated import SimulatedRank
 
 StandIn = tuple[Any, str, Callable[..., Any]]
-"""An object, the name of a function of it, and what is called in its place while a rank is watched: with the rank, the
-function, and what the function is called with."""
+"""An object, the name of a function of it, and the function that replaces it while a rank is watched. It is called with
+the rank, the original function, and the arguments."""
 
 
 def _collective(
     rank: Watched, original: Any, group: Group, /, call: Any, put: Any, opts: Any, take: Any, into: Any
 ) -> Any:
-    """One of torch.distributed: its tensors are still the script's own."""
+    """Stand in for a collective of torch.distributed: its tensors are still the script's own."""
     if rank.is_looking:
         return original(group, call, put, opts, take, into)
     is_open = opts is None or opts.asyncOp
@@ -43,9 +43,9 @@ def _collective(
 
 
 def _gathers(op: str, parts: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Callable[..., Any]:
-    """A collective that autograd does not see. Only what is there at once can be made to pass gradients back.
+    """Return the stand-in for a collective that autograd does not see. Only finished ones can pass gradients back.
 
-    parts   of the number of ranks and its arguments: what it takes, for each rank or for all; what it gives, of each
+    parts   (number of ranks, arguments) -> the inputs, one per rank or one for all; the outputs, one per rank
     """
 
     def gather(rank: Watched, original: Any, group: Group, /, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def _gathers(op: str, parts: Callable[..., tuple[Sequence[Tensor], Sequence[Tens
 
 
 def _rows(x: Tensor, count: int, sizes: Sequence[int] | None = None) -> list[Tensor]:
-    """Views of one part of the rows for each rank."""
+    """Return views of one part of the rows for each rank."""
     x, starts = x if x.dim() else x[None], [0]
     sizes = sizes or [len(x) // count] * count
     starts += accumulate(sizes)
@@ -74,7 +74,7 @@ _all_to_all_single = _gathers("all_to_all_single", (
 
 
 def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise: bool = False) -> Tensor:
-    """What gloo takes of a tensor: elements in the order of memory, which may be another one."""
+    """Stand in for gloo's reading of a tensor in memory order, which may differ from the program's."""
     taken = original(op, x, elementwise)
     if taken is x or rank.is_looking or (elementwise and asked.fills_its_memory(x)):
         return taken
@@ -86,7 +86,7 @@ def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise:
 def _of_tplab(
     rank: Watched, original: Any, member: SimulatedRank, /, call: Call, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """One of tplab's own. Single messages are not seen, as those of torch.distributed."""
+    """Stand in for a collective of tplab. Single messages are not recorded, as in torch.distributed."""
     if not rank.is_looking and SimulatedRank not in rank.inside:
         rank.seen.has_sent = rank.seen.has_sent or len(call.place.group) > 1
         if call.op not in ("send", "receive"):
@@ -103,7 +103,7 @@ def _join(
     original(group, member, ranks, *args, **kwargs)
 
 
-# --- what keeps gradients from being added up over ranks --------------------------------------------------------------
+# --- turning off gradient synchronisation -----------------------------------------------------------------------------
 
 
 def _no_sync(rank: Watched, original: Any, module: Any, /) -> Any:
@@ -122,7 +122,7 @@ def _set(rank: Watched, original: Any, module: Any, name: str, value: Any, /) ->
 def require_sync(
     rank: Watched, original: Any, module: Any, /, requires_gradient_sync: bool, *args: Any, **kwargs: Any
 ) -> None:
-    """What FSDP is told."""
+    """Stand in for FSDP's set_requires_gradient_sync."""
     if not requires_gradient_sync:
         rank.keep_apart()
         requires_gradient_sync = rank.mending.syncs

@@ -1,4 +1,4 @@
-"""Samples of ranks that draw their own, handed to the reference in the place of what it draws."""
+"""Samples of ranks that draw their own, handed to the reference in place of its draws."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class NotEnough(Exception):
 
 
 class Handed:
-    """What the models of all ranks were called with and what their losses compare with, in one row per kind of data:
-    microbatch by microbatch, and within each rank by rank. Ranks that saw the same count once.
+    """The inputs of all ranks' models and the targets of their losses, in one queue per kind of data: by microbatch,
+    and within each by rank. Ranks that saw the same count once.
 
-    is_drawn   whether the samples are handed over where the reference draws its own, all ranks' together: it may draw
-               fewer
-    why        they are handed over
+    is_drawn   whether the reference gets all ranks' samples together in place of its own draws: it may draw fewer
+    why        the reason for handing them over
     """
 
     def __init__(self, seen: Sequence[Seen]):
@@ -43,24 +42,24 @@ class Handed:
 
     @property
     def can_be_drawn(self) -> bool:
-        """Whether the ranks' scripts draw what their models are called with."""
+        """Whether the ranks' scripts draw the inputs of their models."""
         return bool(self._steps) and all(step.can_be_drawn for step in self._steps)
 
     def again(self, num_ranks: int) -> Handed:
-        """From the beginning, to so many ranks: each has a share of its own, if these can be alike."""
+        """Start again, for this many ranks: each gets a share of its own if the shares can be equal."""
         for step in self._steps:
             step.taken, step.num_shares = Counter(), num_ranks if step.count % num_ranks == 0 else 1
         return self
 
     def data(self, step: int, asked: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As much as the reference's model is called with, in the place of `asked`."""
+        """Return the ranks' data in place of `asked`, as many rows."""
         if self.is_drawn or step >= len(self._steps):
             return asked
         queues = self._steps[step]
         return {name: queues.take(queues.data, slot, x) for slot, (name, x) in enumerate(asked.items())}
 
     def drawn(self, step: int, key: tuple[str, int], found: Tensor) -> Tensor:
-        """What all ranks have drawn, in the place of what the reference has."""
+        """Return the draws of all ranks in place of the reference's."""
         parts = self._steps[step].draws.get(key) if self.is_drawn and step < len(self._steps) else None
         if parts is None or any(part.shape[1:] != found.shape[1:] for part in parts):
             return found
@@ -107,7 +106,7 @@ class _Queues:
             raise NotEnough(f"the ranks drew {has} samples in a step, and the reference has used {used}")
 
     def take(self, rows: list[list[np.ndarray]], slot: int, asked: Tensor) -> Tensor:
-        """The next rows of a kind of data, as many as are asked for."""
+        """Return the next rows of a kind of data, as many as are asked for."""
         if slot >= len(rows) or not asked.dim():
             return asked
         share = this_rank().rank % self.num_shares

@@ -1,4 +1,4 @@
-"""The lines of a script that made its loss: each operation that returned a single number, and what it multiplied by."""
+"""The lines of a script that computed its loss: each operation that returned a single number, and its factor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tplab.checking.trail import reached
 from tplab.torch.private import transform
 
 Made = tuple[str, float | None]
-"""A line, and what the operation at it multiplies by, if that is all it does."""
+"""A line, and the factor of its operation if it only multiplies."""
 
 _KEY = "tplab made at"
 _BETWEEN = 4
-"""How many nodes without a line may come before one that has it: wrappers, such as DDP's, put some there."""
+"""How many nodes without a line may come before one that has it: wrappers such as DDP insert some."""
 
 
 class NumbersMade(TorchFunctionMode):
-    """Inside it, each node of autograd's graph whose result is a single number is given its line.
+    """A mode that marks each node of autograd's graph whose result is a single number with its line.
 
-    line    says which one runs
+    line    returns the line that runs
     call    calls the function
     others  is called with every other function, its arguments and its result
     """
@@ -41,7 +41,7 @@ class NumbersMade(TorchFunctionMode):
     ) -> Any:
         found = self._call(func, args, kwargs or {})
         if transform() is not None:
-            return found  # inside a function that torch.func transforms, tensors have no values to look at
+            return found  # inside a torch.func transform, tensors have no values
         if isinstance(found, Tensor) and (node := node_of(found)) is not None:
             if found.numel() == 1:
                 node.metadata.setdefault(_KEY, (self._line(), times(getattr(func, "__name__", ""), args)))
@@ -51,7 +51,7 @@ class NumbersMade(TorchFunctionMode):
 
 
 def node_of(x: Tensor) -> Any:
-    """What has made a tensor in autograd's graph, if torch says it: not of a view that was written to without one."""
+    """Return the autograd node of a tensor, if torch gives it: not for a view that was written to without gradients."""
     try:
         return x.grad_fn
     except RuntimeError:
@@ -68,7 +68,7 @@ _COMPARES = {"lt", "le", "gt", "ge", "less", "greater", "less_equal", "greater_e
 
 
 def times(name: str, args: Sequence[Any]) -> float | None:
-    """What the function of this name multiplies its tensor by; None if that is no number, or it does something else."""
+    """Return the factor that the function of this name multiplies its tensor by; None if it does something else."""
     numbers = [float(x) for x in args[:2] if _is_constant(x)]
     if len(args) < 2 or len(numbers) != 1:
         return None
@@ -78,7 +78,7 @@ def times(name: str, args: Sequence[Any]) -> float | None:
 
 
 def compares(name: str, args: Sequence[Any]) -> float | None:
-    """Which number the function of this name compares its tensor with, if it does."""
+    """Return the number that the function of this name compares its tensor with, or None."""
     return float(args[1]) if name in _COMPARES and len(args) > 1 and _is_constant(args[1]) else None
 
 
@@ -89,19 +89,19 @@ def _is_constant(x: Any) -> bool:
 
 
 def made(x: Tensor) -> list[Made]:
-    """The lines that made a number, the last one first, as far back as there were only numbers."""
+    """Return the lines that computed a number, the last one first, as far back as there were only numbers."""
     return [found for node in _chain(x.grad_fn) if (found := node.metadata.get(_KEY))]
 
 
 def terms(x: Tensor) -> list[tuple[str, float]]:
-    """The lines that multiply numbers that a number is made of, and by what, beside those of its `made`."""
+    """Return the lines that multiply terms of a number, and their factors, except for those in its `made`."""
     first = [*_chain(x.grad_fn)]
     known = reached(first, lambda node: [one for one, _ in node.next_functions if one and one.metadata.get(_KEY)])
     return [at for node in known if node not in first and (at := node.metadata[_KEY])[1] is not None]
 
 
 def _chain(node: Any) -> Iterator[Any]:
-    """The nodes that made a number."""
+    """Yield the nodes that computed a number."""
     between = 0
     while node is not None and between <= _BETWEEN:
         yield node

@@ -1,4 +1,4 @@
-"""Dropout masks of all ranks, compared: the same where they hold the same tensor, different where they do not."""
+"""Dropout masks of all ranks, compared: equal where they hold the same tensor, different where they do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DROPOUTS = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.
 
 
 class MaskWatch(TorchFunctionMode):
-    """Notes every dropout of one forward pass, whether in a module, a function or an attention."""
+    """Records every dropout of one forward pass, whether in a module, a function or an attention."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -75,7 +75,7 @@ class MaskWatch(TorchFunctionMode):
 
 
 def mask_rows(per_rank: Sequence[Sequence[Drawn]], whole: Sequence[Drawn], mesh: Mesh) -> list[Row]:
-    """A row for each dropout, up to the first that is wrong: later differences follow from it.
+    """Return a row for each dropout, up to the first that is wrong: later differences follow from it.
 
     whole   the reference's masks
     """

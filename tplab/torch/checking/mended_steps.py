@@ -34,20 +34,20 @@ class Watching(Protocol):
 
 
 class Board:
-    """What ranks tell each other for a repair: they share a process."""
+    """The exchange of values between ranks for a repair: they share a process."""
 
     def __init__(self) -> None:
         self._held: dict[Any, dict[int, Any]] = {}
 
     def exchanged(self, key: Any, rank: int, value: Any) -> dict[int, Any]:
-        """What every rank has put under this key, once all of them have."""
+        """Return what every rank has put under this key, once all of them have."""
         self._held.setdefault(key, {})[rank] = value
         barrier()
         return self._held[key]
 
 
 class MendedSteps:
-    """What a rank's steps are given without the fault.
+    """Repairs the inputs and results of a rank's steps.
 
     watched   the rank
     """
@@ -83,19 +83,19 @@ class MendedSteps:
         return total / len(group) if how == "mean" else total
 
     def loss(self, batch: int) -> float:
-        """What the loss of a microbatch is multiplied by."""
+        """Return the factor of the loss of a microbatch."""
         by = 1.0
         for one in self._of("loss"):
             by *= one.values.get((self.rank, self._step, batch), 1.0) if one.values else one.by
         return by
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """What a loss returns whose targets may have been replaced."""
+        """Return the value of a loss whose targets may have been replaced."""
         by, self._weight = self._weight, 1.0
         return loss if by == 1.0 else loss * by
 
     def begin(self) -> None:
-        """Before the first forward pass."""
+        """Repair the weights before the first forward pass."""
         for one in self._of("weights"):
             if one.values:
                 for x in self._watched.names.parameters():
@@ -106,7 +106,7 @@ class MendedSteps:
                               if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
 
     def samples(self, asked: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the model is called with."""
+        """Return the inputs of the model."""
         batch, self._rows = self._turn("samples"), len(next(iter(asked.values())))
         for one in self._of("samples"):
             rows, _ = one.values.get(self._step, ([], None))
@@ -116,18 +116,18 @@ class MendedSteps:
         return asked
 
     def _part(self, one: Repair, whole: np.ndarray, batch: int, like: Tensor) -> Tensor:
-        """As many rows as there are in `like`."""
+        """Return as many rows as there are in `like`."""
         place = next(place for place, group in enumerate(one.groups) if self.rank in group)
         start = (place * one.times + batch) * len(like)
         return torch.from_numpy(np.array(whole[start : start + len(like)])).to(like)
 
     def _turn(self, key: Any) -> int:
-        """How often this was asked in the step."""
+        """Return how often this was asked before in the step."""
         self._turns[key, self._step] += 1
         return self._turns[key, self._step] - 1
 
     def target(self, target: Tensor, ignored: int) -> Tensor:
-        """What a loss compares with."""
+        """Return the targets of a loss."""
         batch = self._turn("target")
         for one in self._of("samples"):
             _, whole = one.values.get(self._step, ([], None))
@@ -141,8 +141,8 @@ class MendedSteps:
         return target
 
     def _cut_targets(self, one: Repair, whole: np.ndarray, target: Tensor, ignored: int) -> Tensor:
-        """The rank's part of the targets, and the weight of its loss: in the mean over all of them; or if that is no
-        mean, what makes up for the number of targets that it had."""
+        """Return the rank's part of the targets, and set the weight of its loss: as in the mean over all of them; or if
+        the loss is not a mean, to make up for the number of targets that it had."""
         size = this_rank().mesh.size
         part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
         held = self._exchanged("targets", [int((x != ignored).sum()) for x in (target, part)])
@@ -155,7 +155,7 @@ class MendedSteps:
             self._share(one, {name: x for name, x in self._watched.names.buffers() if name in one.names})
 
     def gradients(self, parameters: Sequence[Tensor], is_last: bool = False) -> None:
-        """All gradients of a step are there, and nothing has been done with them."""
+        """Repair all gradients of a step, before they are used."""
         if self._is_done == self._step or not self._repairs or (any(self._of("late")) and not is_last):
             return
         self._is_done = self._step
@@ -168,7 +168,7 @@ class MendedSteps:
             self._watched.is_measured = False  # the reference clips before its average
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm: Tensor, line: str) -> Tensor | None:
-        """The norm to clip by; None if there is nothing to do now."""
+        """Return the norm to clip by; None if clipping is deferred."""
         if self._is_done != self._step and any(self._of("late", line=line)):
             self._later.append(lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm))
             return None
@@ -190,7 +190,7 @@ class MendedSteps:
                 self._share_states(one, optimizer)
 
     def begin_update(self, optimizer: Optimizer) -> None:
-        """All that the optimizer gets is as it should be: it updates whole tensors, in place of the rank's parts."""
+        """Let the optimizer update whole tensors in place of the rank's parts."""
         for one in self._of("whole"):
             at = {p: one.values[self.rank, name] for p in parameters_of([optimizer]) if p.grad is not None
                   and local_of(p) is p and (self.rank, name := self._watched.names.of(p)) in one.values}  # fmt: skip
@@ -213,7 +213,7 @@ class MendedSteps:
         self._cut.clear()
 
     def _set(self, one: Repair, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """A group of parameters in as many groups as have the same settings."""
+        """Split a group of parameters into groups with the same settings."""
         found: dict[Any, dict[str, Any]] = {}
         for p in group["params"]:
             name = self._watched.names.of(p)
@@ -242,7 +242,7 @@ class MendedSteps:
                 optimizer.state[p] = {key: x.clone() if isinstance(x, Tensor) else x for key, x in state.items()}
 
     def after_step(self, parameters: Sequence[Tensor]) -> None:
-        """Other ranks' updates have arrived."""
+        """Repair the parameters after other ranks' updates have arrived."""
         for one in self._of("parameters"):
             known = {self._watched.names.of(p): p for p in parameters}
             owned = {name: x for name, x in known.items() if name in one.names or not one.names}
@@ -254,7 +254,7 @@ class MendedSteps:
                 local_of(x).detach().copy_(held[owner][name])
 
     def _share(self, one: Repair, mine: Mapping[str, Tensor], by: float = 1.0) -> None:
-        """Each of these becomes what the rank's group has: the first rank's, the sum or the mean."""
+        """Set each of these to the first rank's of the group, or to the group's sum or mean."""
         held = self._exchanged(one.kind, {name: local_of(x).detach().clone() for name, x in mine.items()})
         for name, x in mine.items():
             parts = [held[rank][name] for rank in one.group_of(self.rank) if name in held[rank]]

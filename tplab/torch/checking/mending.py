@@ -1,4 +1,4 @@
-"""Repairs of one rank's run while it runs: what a collective, a number, a product would be without the fault."""
+"""Repairs of one rank's run while it runs: what a collective, a number or a product would be without the fault."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _IN_PLACE = ("_", "__imul__", "__idiv__", "__itruediv__")
 
 
 class Mending(MendedSteps):
-    """The repairs of a run, as its ranks come to their places: of operations here, of steps in `MendedSteps`."""
+    """The repairs of a run, applied as its ranks reach their lines: of operations here, of steps in `MendedSteps`."""
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
     def collective(self, run: Callable[..., Any], call: Any, put: Any, take: Any, finished: Any) -> Any:
-        """One of torch.distributed's. `run(take)` runs it; `finished` is what to return where it is left out."""
+        """Run a collective of torch.distributed with `run(take)`; if it is left out, return `finished()`."""
         if not self._repairs:
             return run(take)
         own = put[min(call.place.index, len(put) - 1)] if isinstance(put, list | tuple) and put else put
@@ -56,33 +56,33 @@ class Mending(MendedSteps):
         return run(take)
 
     def of_tplab(self, run: Callable[[Tensor], Any], call: Any, x: Tensor) -> Any:
-        """One of tplab's own. `run(x)` runs it."""
+        """Run a collective of tplab with `run(x)`."""
         for one in self._here(x, "mean", "sum", "skip", "gradients") if self._repairs else ():
             if one.kind in ("mean", "sum"):
-                return run(x * _scale(one, len(call.place.group)))  # what adds up is linear
+                return run(x * _scale(one, len(call.place.group)))  # a sum is linear
             if call.op == "all_reduce":
                 return x.clone()
         return run(x)
 
     def _here(self, x: Any, *kinds: Kind) -> Iterator[Repair]:
-        """The repairs of the collective at this line, which is given x."""
+        """Yield the repairs of the collective at this line, whose input is x."""
         for one in self._of(*kinds, line=self._watched.line()):
             is_meant = not one.names or set(self._watched.names.at(address_of(x))[1]) & set(one.names)
             if is_meant and (one.kind != "skip" or self._is_turn(one)):
                 yield one
 
     def keeps_order(self, line: str) -> bool:
-        """Whether a collective takes the elements of a tensor in the program's order, not in that of memory."""
+        """Return whether a collective takes the elements of a tensor in the program's order, not in that of memory."""
         return any(self._of("order", line=line))
 
     def _is_turn(self, one: Repair) -> bool:
-        """Whether a sum in the backward pass is the one to leave out."""
+        """Return whether a sum in the backward pass is the one to leave out."""
         return graph_task() != -1 and self._turn(one.line) % one.times == one.was
 
     # --- other operations --------------------------------------------------------------------------------------------
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A function of torch is called: its result, as it should be."""
+        """Call a function of torch and return its repaired result."""
         name = getattr(func, "__name__", "")
         if not self._repairs or self._watched.is_looking:
             return func(*args, **kwargs)
@@ -93,7 +93,7 @@ class Mending(MendedSteps):
             self._later.append(lambda: _written(args[0], func(*args, **kwargs)))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
-            if one.combine == "copies":  # which enter what ranks share
+            if one.combine == "copies":  # equal inputs of work that ranks share
                 with torch.no_grad():
                     made = next(tensors_in(func(*args, **kwargs)), None) if not name.endswith("_") else None
                 if made is None or self._are_alike(made, one):
@@ -104,7 +104,7 @@ class Mending(MendedSteps):
             args = args[0], self._gathered(args[1])
         found = func(*args, **kwargs)
         for one in self._of("cast", line=line) if graph_task() == -1 else ():
-            first = next(tensors_in(found), None)  # of those that max returns, too
+            first = next(tensors_in(found), None)  # also for the tuple that max returns
             if name in one.names and first is not None and first.is_floating_point():
                 combined = self._cast(first, one.combine, one.group_of(self.rank), one.by)
                 found = type(found)((combined, *found[1:])) if isinstance(found, tuple) else combined
@@ -119,7 +119,7 @@ class Mending(MendedSteps):
         return found
 
     def applied(self, line: str, returned: str, found: Any) -> Any:
-        """The results of an autograd function that is applied at a line, and whose backward pass returns at another."""
+        """Return the results of an autograd function, given its line and that where its backward pass returns."""
         for one in self._of("dual") if self._repairs and graph_task() == -1 else ():
             if one.line in (line, returned) and one.combine != "copies":
                 many = found if isinstance(found, tuple) else (found,)
@@ -128,14 +128,14 @@ class Mending(MendedSteps):
         return found
 
     def hook(self, line: str, parameter: Tensor, hook: Callable[[Tensor], Any]) -> bool:
-        """Whether a hook of the script, which was registered at this line, is called with the average instead."""
+        """Return whether a hook of the script, registered at this line, is deferred until gradients are averaged."""
         is_late = any(self._of("late", line=line))
         if is_late and not self._turn((line, id(parameter))):
             self._later.append(lambda: _written(parameter.grad, hook(cast(Tensor, parameter.grad))))
         return is_late
 
     def _wrapped(self, one: Repair, x: Any, args: Sequence[Any]) -> Any:
-        """An input whose gradient is to be added up: a parameter that is named, or else what was computed."""
+        """Return an input so that its gradient is added up: of a named parameter, or else of a computed value."""
         if not isinstance(x, Tensor) or not x.requires_grad:
             return x
         name = self._watched.names.known(id(x)) if x.is_leaf else ""
@@ -152,7 +152,7 @@ class Mending(MendedSteps):
         return all(torch.equal(local_of(x), held[rank]) for rank in one.group_of(self.rank))
 
     def _back(self, one: Repair, x: Tensor) -> Tensor:
-        """The same, whose gradient is the sum over the rank's group, times a factor."""
+        """Return the same tensor, whose gradient is the sum over the rank's group, times a factor."""
 
         def back(gradient: Tensor) -> Tensor:
             if one.groups:
@@ -163,7 +163,7 @@ class Mending(MendedSteps):
         return Back.apply(x, back)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Those of all ranks, side by side along the last dim; gradients go back to each."""
+        """Return the tensors of all ranks, side by side along the last dim; gradients go back to each."""
         held, size = self._exchanged("gather", x.detach().clone()), x.shape[-1]
 
         def back(gradient: Tensor) -> Tensor:
@@ -195,18 +195,18 @@ class Mending(MendedSteps):
         return self._cast(x, "mean", range(this_rank().mesh.size))
 
     def _cast(self, x: Tensor, how: str, group: Sequence[int], by: float = 1.0) -> Tensor:
-        """What ranks have, combined; on the way back, the sum of the gradients of the result, times a factor."""
+        """Return the ranks' tensors, combined; the backward pass adds up the result's gradients, times a factor."""
         held = self._exchanged("cast", x.detach().clone())
         if x.numel() > 1 and all(torch.equal(x, held[rank]) for rank in group):
-            return x  # another operation at this line, of the same name
+            return x  # another operation of the same name at this line
         value = _COMBINED[how](torch.stack([x if rank == self.rank else held[rank] for rank in group]))
         if not x.requires_grad:
             return value
         return Back.apply(value, lambda y: self._combined("cast", y, "sum", group) * by)
 
     def passes_back(self, line: str, ranks: Sequence[int], given: Sequence[Tensor], got: Sequence[Tensor]) -> None:
-        """A collective is done that took pieces, one for each rank or one for all, and gave one of each rank: now
-        gradients go back from these to those."""
+        """Pass gradients back from the outputs of a finished collective, one per rank, to its inputs, one per rank or
+        one for all."""
         if not any(self._of("through", line=line)):
             return
         index = ranks.index(self.rank)
@@ -224,12 +224,12 @@ class Mending(MendedSteps):
             x.copy_(y)
 
     def keeps(self, line: str) -> bool:
-        """Whether gradients are not cleared at this line."""
+        """Return whether gradients are not cleared at this line."""
         return any(self._of("keep", line=line))
 
     @property
     def put(self) -> dict[Any, Tensor]:
-        """By the key of an operation: what its result is to be."""
+        """The replaced results, by the key of an operation."""
         return {
             key: torch.from_numpy(np.array(pieces[self.rank]))
             for one in self._of("put")
@@ -238,7 +238,7 @@ class Mending(MendedSteps):
 
     @property
     def syncs(self) -> bool:
-        """Whether gradients are synchronised whatever the script says."""
+        """Whether gradients are always synchronised."""
         return any(self._of("sync"))
 
     def seed(self, seed: int, line: str) -> int:
@@ -256,7 +256,7 @@ _COMBINED: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Back(torch.autograd.Function):
-    """The same, or what is there instead; on the way back, a function of the gradient."""
+    """The same tensor, or one in its place; the backward pass applies a function to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, back: Callable[[Tensor], Tensor], instead: Tensor | None = None) -> Tensor:
@@ -269,7 +269,7 @@ class Back(torch.autograd.Function):
 
 
 class Through(torch.autograd.Function):
-    """What a collective gave, as a function of what it was given."""
+    """The output of a collective, as a function of its input."""
 
     @staticmethod
     def forward(ctx: Any, back: Callable[..., Any], count: int, *tensors: Tensor) -> Any:
@@ -282,20 +282,20 @@ class Through(torch.autograd.Function):
 
 
 def _scale(one: Repair, size: int) -> float:
-    """What the result of a collective is multiplied by."""
+    """Return the factor of a collective's result."""
     if one.by != 1.0:
         return 1 / one.by
     return 1 / size if one.kind == "mean" else float(size)
 
 
 def _written(x: Any, found: Any) -> None:
-    """What was computed in place of a gradient is written to it."""
+    """Write what was computed in place of a gradient to it."""
     if isinstance(x, Tensor) and found is not x:
         local_of(x).detach().copy_(local_of(found))
 
 
 def _times(found: Any, by: float, name: str) -> Any:
-    """The result of an operation that multiplies, times a factor."""
+    """Return the result of an operation that multiplies, times a factor."""
     if name.endswith(_IN_PLACE) and not name.startswith("__r"):
         with torch.no_grad():
             for x in found if isinstance(found, list | tuple) else [found]:

@@ -1,4 +1,4 @@
-"""The names of a rank's parameters, as the unwrapped model has them."""
+"""The names of a rank's parameters, as in the unwrapped model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.optim.optimizer import Optimizer
 from tplab.torch.private import local_of
 
 WRAPPERS = {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module"}
-"""What wrappers, such as DistributedDataParallel, call the module inside them."""
+"""The attributes in which wrappers, such as DistributedDataParallel, keep the module inside them."""
 
 
 OF_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 FLAT = "FullyShardedDataParallel"
-"""The module that makes one flat parameter of all those in it: FSDP as it was before `fully_shard`."""
+"""The wrapper that turns all parameters in it into one flat parameter: FSDP before `fully_shard`."""
 
 
 class _At(NamedTuple):
-    """What is somewhere in memory: a parameter, its gradient, or a buffer."""
+    """The tensor at an address: a parameter, its gradient, or a buffer."""
 
     kind: str
     name: str
@@ -29,20 +29,20 @@ class _At(NamedTuple):
 
     @property
     def address(self) -> int | None:
-        """Where it is now; None for a gradient that is gone."""
+        """Its present address; None for a gradient that is gone."""
         x = self.owner.grad if self.kind == "gradient" else self.owner
         return None if x is None else address_of(x)
 
 
 class Names:
     """Names of parameters. They come from the modules that the script calls, or whose parameters it asks for: the
-    largest first. Parameters of no module are numbered in the order in which they are met."""
+    largest first. Parameters of no module are numbered in order of appearance."""
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
         self._roots: list[nn.Module] = []
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # so that no other tensor gets their id
+        self._kept: list[Tensor] = []  # so that their ids are not reused
         self._is_stale = self._is_busy = False
         self._at: dict[int, _At] = {}
 
@@ -62,7 +62,7 @@ class Names:
         return self._names[id(parameter)]
 
     def known(self, number: int) -> str:
-        """The name of the parameter with this id, or ""."""
+        """Return the name of the parameter with this id, or ""."""
         self._update()
         return self._names.get(number, "")
 
@@ -71,8 +71,8 @@ class Names:
         return [p for root in self._roots for p in root.parameters() if not p.is_meta]
 
     def shared(self) -> dict[str, str]:
-        """Other names of parameters that are tied -> the first name. A tied parameter is in several places of one
-        module; another name may also come from a larger module, which was met later."""
+        """Return the other names of tied parameters -> the first name. A tied parameter has several names in one
+        module; another name may also come from a larger module that was met later."""
         self._update()
         found: dict[str, str] = {}
         for root in self._roots:
@@ -93,16 +93,16 @@ class Names:
                 yield self._prefix(root) + unwrapped(name), x
 
     def kinds(self) -> set[str]:
-        """What there is of modules that compute something over all samples of a batch, and of flat parameters."""
+        """Return the kinds of modules that compute over all samples of a batch, or have flat parameters."""
         modules = [module for root in self._roots for module in root.modules()]
         found = {"BatchNorm" for m in modules if isinstance(m, OF_A_BATCH)}
         mros = {kind.__name__ for module in modules for kind in type(module).__mro__}
         return found | mros & {FLAT, "FSDPModule"}
 
     def at(self, address: int) -> tuple[str, tuple[str, ...]]:
-        """What is in the memory at this address: a parameter, a gradient or a buffer, and its name."""
+        """Return the kind of tensor at this address, parameter, gradient or buffer, and its name."""
         known = self._at.get(address)
-        if known is None or known.address != address:  # or a gradient was there, and another has taken its place
+        if known is None or known.address != address:  # or another gradient has replaced the one there
             self._update()
             self._at = {}
             for p in [*self.parameters(), *self._kept]:
@@ -121,7 +121,7 @@ class Names:
     def _update(self) -> None:
         if not self._is_stale or self._is_busy:
             return
-        self._is_busy = True  # it asks modules for their parameters itself
+        self._is_busy = True  # the loop below asks modules for their parameters, too
         by_size = sorted(self._modules, key=lambda module: -sum(1 for _ in module.modules()))
         self._roots, inside, held = [], set[int](), set[int]()
         for module in by_size:
@@ -151,7 +151,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 def address_of(x: Tensor) -> int:
-    """Where the memory of this rank's part of a tensor begins. A sparse tensor has several: it has a number instead."""
+    """Return the address of this rank's part of a tensor. A sparse tensor has several: its id stands for them."""
     x = local_of(x)
     return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
 

@@ -1,6 +1,6 @@
-"""The lines at which a script makes what its steps use, its optimizers and their settings, its data, its layers; and at
-which it computes outside of autograd's graph: it draws samples, shifts labels, takes the norm of its gradients, scales
-and clips them, and keeps averages of its weights."""
+"""The lines at which a script creates its optimizers and their settings, its data and its layers; and at which it
+computes outside of autograd's graph: draws samples, shifts labels, takes the norm of its gradients, scales and clips
+them, and averages its weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tplab.torch.private import local_of
 from tplab.torch.ranks.rank import this_rank
 
 Setting = tuple[float, ...]
-"""A number that an optimizer has, for each of its groups of parameters."""
+"""The value of an optimizer's setting for each of its groups of parameters."""
 
 
 class Origins:
-    """The lines of one rank at which things were made."""
+    """The lines of one rank at which things were created."""
 
     def __init__(self) -> None:
         self._loader = ""
@@ -31,32 +31,32 @@ class Origins:
         self._lines: dict[int, str] = {}
         self._settings: dict[int, dict[str, tuple[Setting, str]]] = {}
         self._loaded: dict[int, str] = {}
-        self._kept: list[Any] = []  # so that nothing else gets their id
+        self._kept: list[Any] = []  # so that their ids are not reused
 
     def here(self) -> str:
         return next((line for _, line in this_rank().lines.chain()), "")
 
     def make(self, thing: Any) -> None:
-        """A thing begins to be made. Its line is the one that calls its class, not one of its own `__init__`."""
+        """Note the line of a thing that is being created: that of the call of its class, not of its own `__init__`."""
         inits = {getattr(vars(kind).get("__init__"), "__code__", None) for kind in type(thing).__mro__}
         self._lines[id(thing)] = next((line for code, line in this_rank().lines.chain() if code not in inits), "")
         self._kept.append(thing)
 
     def of(self, thing: Any) -> str:
-        """The line at which a thing was made, or ""."""
+        """Return the line at which a thing was created, or ""."""
         return self._lines.get(id(thing), "")
 
     def read(self, loader: Any) -> None:
-        """Samples are taken from a loader: they are chosen by its sampler if the script has made that one."""
+        """Note the line of a loader that samples are taken from, or of its sampler if the script has created that."""
         self._loader = self.of(getattr(loader, "sampler", None)) or self.of(loader)
 
     def draw(self, rows: int) -> None:
-        """So many rows of random numbers are drawn: samples may be made of them."""
+        """Note that this many rows of random numbers are drawn: they may become samples."""
         self._drawn = self.here(), rows
 
     def use_data(self, lines: dict[str, str], rows: int) -> None:
-        """The model is called with so many rows: note the lines of the "loader", and of what was "drawn" since the last
-        call, unless that was cut afterwards."""
+        """Note, when the model is called with this many rows, the lines of the "loader", and of the numbers "drawn"
+        since the last call, unless they were cut afterwards."""
         line, drawn = self._drawn
         for key, at in (("loader", self._loader), ("drawn", line if drawn == rows else "")):
             if at:
@@ -66,7 +66,7 @@ class Origins:
     # --- optimizers --------------------------------------------------------------------------------------------------
 
     def set(self, optimizer: Optimizer, line: str) -> None:
-        """The settings are new, or a schedule has changed some of them."""
+        """Note the line of settings that are new, or that a schedule has changed."""
         known = self._settings.setdefault(id(optimizer), {})
         for key, values in _settings(optimizer).items():
             if key not in known or known[key][0] != values:
@@ -77,8 +77,7 @@ class Origins:
         self.set(optimizer, line)
 
     def lines(self, optimizer: Optimizer) -> dict[str, str]:
-        """For each setting the line that it is from, unless it was changed by hand; and under "loaded", that of the
-        states."""
+        """Return the line of each setting, unless it was changed by hand; and under "loaded", that of the states."""
         known, now = self._settings.get(id(optimizer), {}), _settings(optimizer)
         found = {f"set {key}": line for key, (values, line) in known.items() if now.get(key) == values and line}
         return found | ({"loaded": self._loaded[id(optimizer)]} if id(optimizer) in self._loaded else {})
@@ -96,16 +95,16 @@ _IN_PLACE = {"mul_", "div_", "__imul__", "__idiv__", "__itruediv__", "_foreach_m
 NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist", "max"}
 SQUARES = {"square", "pow", "__pow__"}
 _CHANGES = {"forward": "buffer", "after": "parameter"}
-"""What a script may change by hand, and when."""
+"""What a script may change by hand, by the moment."""
 CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 ADDS = {"add_", "__iadd__", "_foreach_add_", "add", "__add__"}
 _LINE = "_tplab_shifted_at"
 
 
 class ByHand:
-    """Notes the lines of one rank's step at which it does so.
+    """Notes the lines of one rank's step with such computations.
 
-    is_measured   is called with what the script takes a norm of
+    is_measured   is called with the tensors whose norm the script takes
     """
 
     def __init__(self, names: Names, origins: Origins, is_measured: Callable[[Sequence[Tensor]], None],
@@ -113,7 +112,7 @@ class ByHand:
         self._names, self._origins, self._is_measured, self._normed = names, origins, is_measured, normed
 
     def see(self, func: Any, args: Sequence[Any], found: Any, step: Step, moment: str, inside: set[CodeType]) -> None:
-        """A function of torch was called.
+        """Note a call of a torch function.
 
         moment   where the rank is in its step: see `Sent`
         inside   the functions in which its last backward pass began
@@ -135,7 +134,7 @@ class ByHand:
             self._shift(name, first, found)
 
     def label(self, target: Tensor) -> str:
-        """The line at which what a loss compares with was last shifted, cut or padded, or ""."""
+        """Return the line at which the target of a loss was last shifted, cut or padded, or ""."""
         return getattr(target, _LINE, "")
 
     def _shift(self, name: str, first: Any, found: Any) -> None:
@@ -177,7 +176,7 @@ class ByHand:
             step.lines["scale"] = next((at for code, at in chain if code in inside), line)
 
     def _is_decay(self, gradient: Tensor, added: Any) -> bool:
-        """Whether what is added to a gradient is a multiple of its parameter."""
+        """Return whether the addend of a gradient is a multiple of its parameter."""
         owner = next((p for p in self._names.parameters() if p.grad is not None
                       and address_of(p.grad) == address_of(gradient)), None)  # fmt: skip
         if owner is None or not isinstance(added, Tensor) or added.shape != owner.shape:

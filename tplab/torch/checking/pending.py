@@ -1,7 +1,7 @@
-"""What models are called with, and what losses compare with, until a backward pass has used it; and the samples among
-what a script draws itself, with torch.randn and the like.
+"""The inputs of models and the targets of losses, until a backward pass has used them; and the samples among the draws
+of a script itself, with torch.randn and the like.
 
-What none uses, such as that of a warm-up, or a batch that is skipped, is no sample of a step.
+Data that no backward pass uses, as in a warm-up or a skipped batch, are not samples of a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tplab.torch.private import pytree, transform
 class Call:
     """A call of a model, or of a loss.
 
-    lines  where it is made, and where its data are from; see `Step`
+    lines  where it is made, and where its data come from; see `Step`
     """
 
     samples: dict[str, Any] | None = None
@@ -31,7 +31,7 @@ class Call:
     is_used: bool = False
 
     def returns(self, found: Any) -> None:
-        """It is used as soon as a gradient reaches what it has returned. If none can, nobody knows, and it is."""
+        """Mark the call as used as soon as a gradient reaches its results. If none can, it counts as used."""
         if self.samples is None and self.target is None:
             return
         tensors = [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor) and x.requires_grad]
@@ -45,7 +45,7 @@ class Call:
 
 
 class Pending:
-    """The calls that no step has yet."""
+    """The calls that do not belong to a step yet."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -55,7 +55,7 @@ class Pending:
         return call
 
     def move(self, step: Step) -> None:
-        """What was used belongs to this step, in the order of the calls."""
+        """Move the calls that were used to this step, in their order."""
         used = [call for call in self._calls if call.is_used]
         self._calls = [call for call in self._calls if not call.is_used]
         step.samples += [call.samples for call in used if call.samples is not None]
@@ -69,14 +69,14 @@ DRAW_SAMPLES = {"rand", "randn", "randint", "normal"}
 
 
 class Draws:
-    """What one rank draws outside of its model, by step: the line and the how-manieth time there -> who, and what."""
+    """The draws of one rank outside of its model, by step: (line, number of the draw there) -> code and tensor."""
 
     def __init__(self, plan: Plan):
         self._plan = plan
         self._steps: dict[int, dict[tuple[str, int], tuple[CodeType, np.ndarray]]] = {}
 
     def draw(self, step: int, line: str, code: CodeType, found: Tensor) -> Tensor:
-        """A tensor was drawn at a line, in a function of this code. Returns what the script is to get."""
+        """Note a tensor that was drawn at a line, in a function of this code. Return the tensor for the script."""
         if type(found) is not Tensor or not found.dim() or found.is_meta:
             return found
         drawn = self._steps.setdefault(step, {})
@@ -87,7 +87,7 @@ class Draws:
         return found
 
     def close(self, number: int, step: Step) -> None:
-        """Keep those of a step that are its samples, and what was drawn beside them for as many samples."""
+        """Keep the draws of a step that are its samples, and those of the same functions for as many samples."""
         used = [*(x for data in step.samples for x in data.values()), *(values for values, _, _ in step.targets)]
         drawn, addresses = self._steps.pop(number, {}), {id(x) for x in used}
         codes = {code for code, x in drawn.values() if id(x) in addresses}

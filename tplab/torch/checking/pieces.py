@@ -1,4 +1,4 @@
-"""Tensors of a script as arrays, with their place in the whole where the script says it."""
+"""Tensors of a script as arrays, with their offset in the whole if the script gives it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tplab.torch.ranks.values import dtype_name
 
 
 def array_of(x: Tensor) -> np.ndarray:
-    """A copy of this rank's part of a tensor. NumPy has no bfloat16, so that becomes float32, without a loss."""
+    """Return a copy of this rank's part of a tensor. NumPy has no bfloat16, so that becomes float32, without a loss."""
     if transform() is not None:
         with without_transforms():
             return _as_array(untransformed(x))
@@ -31,7 +31,7 @@ def _as_array(x: Tensor) -> np.ndarray:
 
 
 def is_there(x: Tensor) -> bool:
-    """Whether the tensor has its memory: FSDP frees that of the parameters that it has gathered."""
+    """Return whether the tensor has its memory: FSDP frees that of gathered parameters."""
     x = local_of(x)
     if x.is_meta or x.layout is not torch.strided or not x.numel():
         return not x.is_meta
@@ -40,7 +40,7 @@ def is_there(x: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """The tensor itself, unless it is sparse."""
+    """Return the tensor itself, unless it is sparse."""
     return x if x.layout is torch.strided else x.to_dense()
 
 
@@ -50,7 +50,7 @@ def piece_of(x: Tensor, once: Callable[[Tensor], np.ndarray]) -> Piece:
 
 
 def put_piece(x: Tensor, whole: Tensor) -> None:
-    """Fill this rank's part of a tensor from the whole, where the script says its place, as a DTensor does."""
+    """Fill this rank's part of a tensor from the whole, if the script gives its offset, as a DTensor does."""
     mine, (_, start) = local_of(x), _place(x)
     for dim, first in enumerate(start or ()):
         whole = whole.narrow(dim, first, mine.shape[dim])
@@ -58,14 +58,14 @@ def put_piece(x: Tensor, whole: Tensor) -> None:
 
 
 def _place(x: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The whole's shape and the place in it, of a DTensor."""
+    """Return the whole's shape and the offset in it, of a DTensor."""
     if not hasattr(x, "_local_tensor") or not hasattr(x, "placements"):
         return None, None
     return tuple(x.shape), start_of(x)
 
 
 def reduced(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient, placed as its parameter is: DTensor adds up what is partial only when the optimizer reads it."""
+    """Return a gradient with its parameter's placements: DTensor adds up partial ones only for the optimizer."""
     if is_reduced(gradient, parameter):
         return gradient
     return gradient.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
@@ -77,13 +77,13 @@ def is_reduced(gradient: Tensor, parameter: Tensor) -> bool:
 
 
 def sampled(gradient: Tensor) -> np.ndarray:
-    """A few elements of this rank's part of a gradient."""
+    """Return a few elements of this rank's part of a gradient."""
     x = dense(local_of(gradient).detach()).reshape(-1)
     return x[torch.from_numpy(some_of(x.numel())).to(x.device)].double().cpu().numpy()
 
 
 def nudged(x: Tensor) -> Tensor:
-    """The tensor with each element one unit in its last place larger or smaller, by chance."""
+    """Return the tensor with each element one unit in its last place larger or smaller, at random."""
     if not x.is_floating_point() or hasattr(x, "_local_tensor"):
         return x
     signs = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(x.numel())).to(x.device) * 2 - 1
@@ -91,26 +91,26 @@ def nudged(x: Tensor) -> Tensor:
 
 
 def data_in(args: Any, kwargs: Any) -> dict[str, Tensor]:
-    """What a model is called with, by place or name: tensors that nothing has computed with gradients."""
+    """Return the data that a model is called with, by place or name: tensors that do not need a gradient."""
     pairs, _ = pytree.tree_flatten_with_path((args, kwargs))
     return {_name(path): x for path, x in pairs if _is_data(x)}
 
 
 def is_stateless(module: nn.Module) -> bool:
-    """Whether a module only changes data, such as a crop or a norm of images."""
+    """Return whether a module only changes data, such as a crop or a normalisation of images."""
     return next(chain(module.parameters(), module.buffers()), None) is None
 
 
 def has_no_samples(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether what a module is called with are no samples: it is stateless, compares what a model has computed, or goes
-    on with that and with what is the same for all samples, such as positions."""
+    """Return whether a module's inputs are not samples: it is stateless, compares results of a model, or continues with
+    them and with data that are the same for all samples, such as positions."""
     takes_results = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
     alike = (len(x) > 1 and bool((x == x[0]).all()) for x in data_in(args, kwargs).values())
     return is_stateless(module) or (takes_results and (next(module.parameters(), None) is None or all(alike)))
 
 
 def replaced(args: Any, kwargs: Any, data: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    """The arguments with other data."""
+    """Return the arguments with other data."""
     pairs, spec = pytree.tree_flatten_with_path((args, kwargs))
     return pytree.tree_unflatten([data[_name(path)] if _is_data(x) else x for path, x in pairs], spec)
 

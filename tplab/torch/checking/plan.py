@@ -1,4 +1,4 @@
-"""How ranks are watched: for how many steps, with whose samples and weights."""
+"""How ranks are watched: for how many steps, and with which samples and weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Enough(BaseException):
 class Plan:
     """How ranks are watched.
 
-    steps    after this many steps of its optimizer a rank ends, where the next one would begin
-    feed     the samples to use in the place of those that the program draws
-    weights  the weights to begin with in the place of those that the program draws, by name
-    ends     whether ranks end after these steps; otherwise they go on, unwatched, and dropout is as it is
+    steps    after this many steps of its optimizer a rank ends, before the next one begins
+    feed     the samples to use in place of the program's draws
+    weights  the weights to begin with in place of the program's, by name
+    ends     whether ranks end after these steps; otherwise they continue, unwatched, and dropout is not changed
     nudges   whether weights and samples are changed in their last digit
     traced   the step of which every operation is recorded; None for none
-    repairs  changes of the run; board: what ranks tell each other for them
-    arrays   all that are kept
+    repairs  changes of the run; board: the exchange between ranks for them
+    arrays   all arrays that are kept
     """
 
     steps: int

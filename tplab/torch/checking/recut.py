@@ -18,7 +18,7 @@ MOST_TRIES = 24  # forward passes
 def recuts(
     whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh
 ) -> Iterator[tuple[dict[str, int], Trial]]:
-    """What to try, and into how many parts weights are cut then, by module pattern: {"h.*.attn.c_attn": 3}.
+    """Yield trials, with the number of parts into which they cut weights, by module pattern: {"h.*.attn.c_attn": 3}.
 
     whole      the parameters, by the reference's names
     """
@@ -33,12 +33,12 @@ def recuts(
 
 
 def modules_like(name: str) -> str:
-    """The module of a parameter, with a star for each number: h.*.attn.c_attn"""
+    """Return the module of a parameter, with a star for each number: h.*.attn.c_attn"""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name.rpartition(".")[0])
 
 
 def _fusable(whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[str]]:
-    """The parameters that are cut along one dim in one piece and might hold parts, by modules that are alike."""
+    """Return the parameters that are cut along one dim in one piece and may hold several parts, by similar modules."""
     found: dict[str, list[str]] = {}
     for name, layout in layouts.items():
         if len(layout.split_dims) == 1 and not layout.parts and _counts(whole[name], layout, mesh):
@@ -47,7 +47,7 @@ def _fusable(whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mes
 
 
 def _choices(groups: Mapping[str, list[str]]) -> Iterator[dict[str, int]]:
-    """The choices: one kind of module cut in parts, then two."""
+    """Yield the choices: one kind of module cut in parts, then two."""
     for size in (1, 2):
         for patterns in combinations(groups, size):
             for counts in product(range(MOST_PARTS, 1, -1), repeat=size):

@@ -1,4 +1,4 @@
-"""The runs of a script on some ranks: each is watched for a few steps of its optimizer, or fails, and says why."""
+"""The runs of a script on some ranks: each is watched for a few steps of its optimizer, or fails with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tplab.torch.scripts import Cell, Script, run_cell
 
 
 class NotRun(Exception):
-    """A script that fails, or hangs; the text says why, and `way_out` what may help."""
+    """A script that fails, or hangs; the message says why, and `way_out` what may help."""
 
     way_out = ""
 
@@ -42,14 +42,14 @@ class NotRun(Exception):
 
 
 class NothingToLearn(NotRun):
-    """A run from which nothing can be learnt, though it went well."""
+    """A run that succeeded but gives no answer."""
 
     def report(self, about: str) -> SameModel:
         return cannot_tell(str(self), about=about)
 
 
 class Runs:
-    """A script on the ranks of a mesh; `str()` is how many they are.
+    """A script on the ranks of a mesh; `str()` is their number.
 
     options  of every run: the `seed`, the `device` that cuda means, the `num_gpus` that it finds. `on` shares them
     """
@@ -63,21 +63,21 @@ class Runs:
         return f"{self.mesh.size} rank{'s' * (self.mesh.size > 1)}"
 
     def on(self, mesh: Mesh, args: Sequence[Any] = ()) -> Runs:
-        """The same script on other ranks, with these arguments added."""
+        """Return the same script on other ranks, with these arguments added."""
         other = copy.copy(self)
         other.mesh, other.args = mesh, [*self.args, *args]
         return other
 
     def seen(self, **how: Any) -> list[Seen]:
-        """What `watched` has seen of each rank."""
+        """Return the recordings of `watched`."""
         return self.watched(**how).seen
 
     def watched(
         self, *, weights: Mapping[str, np.ndarray] | None = None, handed: Handed | None = None, parts: int = 0,
         traced: int | None = None, repairs: Sequence[Repair] = (), steps: int | None = None,
     ) -> Watch:  # fmt: skip
-        """The script is run. parts: sums are added up in so many parts, and weights and samples are off in their last
-        digit, if not 0. traced: the step of which every operation is recorded. Raises NotRun."""
+        """Run the script and return its watch. parts: if not 0, sums are added up in this many parts, and weights and
+        samples are off in their last digit. traced: the step of which every operation is recorded. Raises NotRun."""
         feed = None if handed is None else handed.again(self.mesh.size)
         steps = steps or (self.steps if traced is None else traced + 1)
         plan = Plan(steps, feed, weights, nudges=parts > 0, traced=traced, repairs=tuple(repairs))
@@ -141,7 +141,7 @@ class Runs:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """What the script prints, warns of and logs is not shown, and the loggers' handlers stay as they are."""
+    """Hide what the script prints, warns of and logs, and restore the loggers' handlers."""
     handlers = logging.root.handlers[:]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", CrossedOrderWarning)
@@ -152,8 +152,8 @@ def _in_silence() -> Iterator[None]:
 
 
 def _shortened(error: Exception, device: str | None) -> str:
-    """What a rank raised, with torch's first sentence; the rest repeats its arguments. On the CPU in place of GPUs, no
-    advice about them."""
+    """Return a rank's error with torch's first sentence; the rest repeats its arguments. If cuda means the CPU, leave
+    out advice about GPUs."""
     text, cause = str(error), error.__cause__
     if not isinstance(error, RankError) or cause is None or not (whole := str(cause)):
         return text

@@ -45,22 +45,21 @@ def same_model(
     device: str | None = None,
     resume: Sequence[Any] | None = None,
 ) -> SameModel:
-    """Whether a training script trains the same model on many ranks as on one: `same_model("train.py", ranks=4)`.
+    """Check that a training script trains the same model on many ranks as on one: `same_model("train.py", ranks=4)`.
 
     It runs the script on simulated ranks, and again on one rank, for a few steps of its optimizer, and compares in the
     order of a step: the weights at the start, the samples, the loss where a backward pass begins, every gradient before
     it is clipped, the norm it is clipped by, settings and states of the optimizer, the parameters after the step,
-    buffers, and what the script prints. What is first wrong is said with its factor and its line. A cause is stated if
-    the script, run again with the repair in place, was right.
+    buffers, and what the script prints. It reports what is first wrong, with its factor and its line. A cause is stated
+    if the script, run again with the repair in place, was right.
 
-    script     a file that is written for torchrun, unchanged; or a function, which is called with `args` on each rank,
-               where torch.distributed is initialised
+    script     a file that is written for torchrun, unchanged; or a function, which is called with `args` on each rank
+               with torch.distributed initialised
     args       the script's own arguments
     ranks      how many ranks; or give `mesh`, for programs that use tplab's axes: the reference's has the same ones
     reference  how many ranks the reference has (None: one)
-    reference_args   are added to its arguments, as ["--batch-size", "32"]; of an option that is given twice, argparse
-               takes the last
-    steps      after so many steps each rank ends, where the next forward pass would begin
+    reference_args   are added to its arguments, as ["--batch-size", "32"]; argparse takes the last of repeated options
+    steps      after this many steps each rank ends, before the next forward pass
     module     whether `script` is the name of a module, as in `python -m`
     seed       of every rank's random numbers
     device     "cpu": every mention of cuda in the script means the CPU
@@ -68,11 +67,11 @@ def same_model(
                until `steps` on the reference's ranks (None: as many), is started again with these on `ranks`, and its
                next steps are compared with those of a run on the reference's ranks that goes on
 
-    Dropout draws its masks and drops nothing. If ranks draw their own data from seeds of their own, the reference is
-    given that data; if they begin with other weights than the reference, but agree among themselves, it is given those.
-    Optimizers are those of torch.optim and subclasses of theirs. Nothing that the script prints is shown.
-    cost    the script on all ranks once, and on the reference's once; once more where rounding must be told from a
-            fault. Copies are kept once
+    Dropout draws its masks and drops nothing. If ranks draw data from seeds of their own, the reference is given that
+    data; if they begin with other weights than the reference, but agree among themselves, it is given those weights.
+    Optimizers are those of torch.optim and their subclasses. Nothing that the script prints is shown.
+    cost    the script on all ranks once, and on the reference's once; once more if rounding must be told from a fault.
+            Copies are stored once
     Raises ValueError for arguments that make no sense. Whatever the script does is in the report.
     """
     if (ranks is None) == (mesh is None):
@@ -90,7 +89,7 @@ def same_model(
 
 
 class _Doctor:
-    """Compares what is seen of a script on many ranks with what is seen of its reference."""
+    """Compares the recording of a script on many ranks with that of its reference."""
 
     def __init__(self, ours: Runs, theirs: Runs):
         self.ours, self.theirs, self.notes = ours, theirs, list[str]()
@@ -122,15 +121,15 @@ class _Doctor:
             return self._diagnosed(ours, theirs)
         except NotRun as error:
             return error.report(self.about)
-        except (ImportError, OSError, SyntaxError):  # there is no such script, or it is none
+        except (ImportError, OSError, SyntaxError):  # there is no such script, or it is not one
             raise
-        except Exception as error:  # of the doctor itself: what the script raises is a NotRun by now
+        except Exception as error:  # of the doctor itself: the script's errors are NotRun by now
             at = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(at.filename).name}:{at.lineno}"
             return cannot_tell(f"the doctor failed at {where}: {type(error).__name__}: {error}", about=self.about)
 
     def resumed(self, resume: Sequence[Any]) -> SameModel:
-        """The steps after a restart, compared with those of a run that goes on."""
+        """Compare the steps after a restart with those of a run that goes on."""
         steps, restarted = self.ours.steps, self.ours.on(self.ours.mesh, resume)
         how = f"started again with {shlex.join(map(str, resume))!r} after {steps} steps"
         about = f"{self.ours.name} on {self.ours}, {how}, compared with {self.theirs} that go on"
@@ -140,7 +139,7 @@ class _Doctor:
             theirs = self._later()
 
             def again(repairs: Sequence[Repair] = ()) -> list[Seen]:
-                self.theirs.seen()  # the script leaves its checkpoint
+                self.theirs.seen()  # writes the script's checkpoint
                 return restarted.seen(repairs=repairs)
 
             def diagnosed(ours: list[Seen], other: list[Seen] | None = None) -> SameModel:
@@ -158,7 +157,7 @@ class _Doctor:
             return error.report(about)
 
     def _later(self, **how: Any) -> list[Seen]:
-        """What is seen of twice as many steps, but for the first half."""
+        """Return the recordings of twice as many steps, without the first half."""
         steps = self.theirs.steps
         found = self.theirs.seen(steps=2 * steps, **how)
         if found[0].num_steps <= steps:
@@ -170,7 +169,7 @@ class _Doctor:
         ]
 
     def _on_gpus_or_cpu(self) -> list[Seen]:
-        """What is seen of the ranks. Where they look for GPUs and this machine has none, cuda means the CPU."""
+        """Return the recordings of the ranks. If they look for GPUs and this machine has none, cuda means the CPU."""
         options = self.ours.options
         try:
             return self.ours.seen()
@@ -182,8 +181,8 @@ class _Doctor:
         return self.ours.seen()
 
     def _reference(self) -> list[Seen]:
-        """What is seen of the reference. Where it finds too few GPUs, it finds as many as the ranks; where it cannot
-        run on one rank, it has as few as it can run on."""
+        """Return the recordings of the reference. If it finds too few GPUs, it finds as many as the ranks; if it cannot
+        run on one rank, it has the fewest that it can run on."""
         options, num_ranks = self.ours.options, self.ours.mesh.size
         try:
             return self.theirs.seen()
@@ -210,7 +209,7 @@ class _Doctor:
         raise first
 
     def _diagnosed(self, ours: list[Seen], first: list[Seen]) -> SameModel:
-        """The report. The reference is given the weights or the samples of the ranks where it has to be."""
+        """Return the report. The reference is given the ranks' weights or samples if necessary."""
         handed, given = Handed(ours), dict[str, Any]()
         for _ in range(3):
             theirs = first
@@ -251,8 +250,8 @@ class _Doctor:
         self, diagnosis: Callable[..., Diagnosis], known: Any, given: dict[str, Any], repairs: Sequence[Repair],
         step: int | None = None,
     ) -> SameModel:  # fmt: skip
-        """The report of another run with these repairs. known: what is seen of the reference without them, twice; step:
-        of which every operation is to be seen"""
+        """Return the report of another run with these repairs. known: the recordings of the reference without them,
+        twice; step: the step of which every operation is to be recorded"""
         mine, theirs = ([one for one in repairs if one.of_reference == of_reference] for of_reference in (False, True))
         traced = next((one.times for one in mine if one.kind == "put"), None)
         seen = self.ours.seen(repairs=mine, traced=traced)
@@ -262,17 +261,17 @@ class _Doctor:
         return diagnosis(seen, *known, trails=trails).report()
 
     def _trails(self, step: int, given: dict[str, Any], repairs: Sequence[Repair] = ()) -> Trails:
-        """Every operation of one step, from another run of both up to there."""
+        """Return every operation of one step, from new runs of both sides up to there."""
         ours = self.ours.watched(traced=step, repairs=repairs).trails
         try:
             theirs = self.theirs.watched(**given, traced=step).trails
-        except NotRun:  # it does not take them
+        except NotRun:  # it does not accept them
             theirs = self.theirs.watched(weights=given.get("weights"), traced=step).trails
         return Trails([ours[rank] for rank in self.ours.mesh.ranks], theirs[0])
 
 
 def _proven(report: SameModel, again: Callable[..., SameModel], can_trace: bool = True) -> SameModel:
-    """The same with proven causes. again: the report of another run with these repairs, which may fail"""
+    """Return the report with proven causes. again: the report of another run with these repairs, which may fail"""
 
     def or_none(*how: Any) -> SameModel | None:
         try:
@@ -284,8 +283,8 @@ def _proven(report: SameModel, again: Callable[..., SameModel], can_trace: bool 
 
 
 def _is_certain(report: SameModel) -> bool:
-    """Whether it is the same model although only the least rounding was allowed: another run could only allow more. A
-    loss that seems to be scaled may only be rounded. What is not finite is so in any order of summation."""
+    """Return whether a second run of the reference, which only allows more rounding, would change nothing: the models
+    are the same, or numbers are not finite. A loss that seems to be scaled may only be rounded."""
     if report.first is not None:
         return report.first.is_not_finite
     return report.verdict == "cannot tell" or all(row.ok for row in report.rows if row.what == "loss")
@@ -293,7 +292,7 @@ def _is_certain(report: SameModel) -> bool:
 
 @contextmanager
 def _threads(ours: Sequence[Seen]) -> Iterator[None]:
-    """One rank whose layers are small computes in one thread: several would mostly wait for each other."""
+    """Compute in one thread if the layers are small: several threads would mostly wait for one another."""
     before, size = torch.get_num_threads(), sum(piece.values.size for piece in ours[0].weights.values())
     torch.set_num_threads(1 if size < SMALL_MODEL else before)
     try:
@@ -303,9 +302,9 @@ def _threads(ours: Sequence[Seen]) -> Iterator[None]:
 
 
 SMALL_MODEL = 5_000_000
-"""Up to so many parameters a model computes in one thread."""
+"""The most parameters of a model that computes in one thread."""
 
 
 def _first_axis(mesh: Mesh, size: int) -> Mesh:
-    """The mesh with as many ranks along its first axis, and one along all others."""
+    """Return the mesh with `size` ranks along its first axis, and one along all others."""
     return Mesh(**{axis: size if n == 0 else 1 for n, axis in enumerate(mesh.axis_names)})

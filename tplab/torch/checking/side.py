@@ -1,4 +1,4 @@
-"""A side of the comparison: a model on its mesh, run once per question, and what its ranks answer."""
+"""A side of the comparison: a model on its mesh, run once per question, and the answers of its ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Question = Callable[[nn.Module, list[Any], dict[str, Any], Tried], Any]
 
 
 class Parameters(NamedTuple):
-    """What a rank's model consists of, by the names of its parameters.
+    """The parameters of a rank's model, by name.
 
     values    as float64 arrays
     layouts   those that its layers know
@@ -44,13 +44,13 @@ class Parameters(NamedTuple):
 class Side:
     """One of the two models, the parallel one or the reference, with its inputs on its mesh.
 
-    build      makes a rank's model from the reference, of which every rank has a copy
+    build      makes a rank's model from the rank's copy of the reference
     rename     the model's name of a parameter -> the reference's
     in_specs   a P for each input: a rank's model gets the piece
     on         where the ranks are, as in `run`
     loss       of the output; without one it is the output's own, or its weighted sum. after_backward: of the model
     changes    name -> layout and array: what is added to parameters before the model runs (in the reference's names)
-    parts      in so many parts matmuls add up their products, if more than 1
+    parts      if more than 1, matmuls add up their products in this many parts
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Side:
         self.parts = 1
 
     def parameters(self) -> list[Parameters]:
-        """What each rank's model consists of, before anything is changed."""
+        """Return the parameters of each rank's model, before anything is changed."""
 
         def look(model: nn.Module) -> Parameters:
             first: dict[int, str] = {}
@@ -79,7 +79,7 @@ class Side:
         return self._ask(lambda model, *_: look(model))
 
     def outputs(self, at: Mapping[str, Any] | None = None) -> list[dict[str, np.ndarray]]:
-        """The floating-point outputs of each rank, without dropout; with the changes of a trial."""
+        """Return the floating-point outputs of each rank, without dropout; with the changes of a trial."""
 
         @torch.no_grad()
         def forward(model: nn.Module, inputs: list[Any], kwargs: Any, tried: Tried) -> dict[str, np.ndarray]:
@@ -93,11 +93,11 @@ class Side:
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         at: Mapping[str, Any] | None = None,
     ) -> list[dict[str, Any]] | None:
-        """The `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Then `order` has the
-        parameters in the order in which their gradients arrive, `reductions` the all_reduces that the program calls,
-        and `gathers` those that a trial has found. None where a trial fails.
+        """Return the `Answer` of each rank: one forward and backward pass, and a step of the optimizer. Afterwards,
+        `order` has the parameters in the order in which their gradients arrive, `reductions` the all_reduces that the
+        program calls, and `gathers` those that a trial has found. None if a trial fails.
 
-        weights   of the outputs where there is no loss: an array for each rank
+        weights   of the outputs if there is no loss: an array for each rank
         at        the changes of a trial
         """
 
@@ -134,7 +134,7 @@ class Side:
         try:
             found = self.ask(pass_through, at)
         except TplabError:
-            if at:  # ranks do not all run what the trial needs
+            if at:  # not all ranks run the operations that the trial changes
                 return None
             raise
         _, self.order, self.reductions, _ = found[0]
@@ -142,7 +142,7 @@ class Side:
         return [told for told, *_ in found]
 
     def masks(self) -> list[list[Drawn]]:
-        """The dropout masks of one forward pass of each rank, in the mode in which the model was built."""
+        """Return the dropout masks of one forward pass of each rank, in the mode in which the model was built."""
 
         def forward(model: nn.Module, inputs: list[Any], kwargs: Any) -> list[Drawn]:
             with torch.no_grad(), MaskWatch(model) as watch:
@@ -152,11 +152,11 @@ class Side:
         return self._ask(forward)
 
     def ask(self, question: Question, at: Mapping[str, Any] | None = None) -> list[Any]:
-        """What `question(model, inputs, kwargs, tried)` returns on each rank, without dropout."""
+        """Return the result of `question(model, inputs, kwargs, tried)` on each rank, without dropout."""
         return self._ask(question, at or {})
 
     def _ask(self, question: Callable[..., Any], at: Mapping[str, Any] | None = None) -> list[Any]:
-        """Likewise; as the model was built, and without `tried`, if `at` is None."""
+        """Return the same; in the mode in which the model was built, and without `tried`, if `at` is None."""
 
         def program(reference: nn.Module, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
             rank = this_rank()
@@ -194,19 +194,19 @@ class Side:
 
 
 def own_loss(output: Any) -> Loss | None:
-    """The loss that an output contains, or is."""
+    """Return the loss that an output contains, or is."""
     if isinstance(getattr(output, "loss", None), Tensor):
         return lambda output: output.loss
     return (lambda output: output) if isinstance(output, Tensor) and output.dim() == 0 else None
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """The tensor as an array, in a dtype that NumPy has and that loses nothing."""
+    """Return the tensor as a float64 array, which loses nothing."""
     return x.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
 def floats_in(output: Any, name: str = "output") -> dict[str, Tensor]:
-    """The floating-point tensors of an output, by name: the keys of a dict or a dataclass, the index in a tuple."""
+    """Return the floating-point tensors of an output, by name: the key in a dict or dataclass, the index in a tuple."""
     if isinstance(output, Tensor):
         return {name: output} if output.is_floating_point() else {}
     if isinstance(output, Mapping):
@@ -223,5 +223,6 @@ def _piece(whole: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def _leaf(x: Any) -> Any:
-    """A copy of an input whose gradient can be asked for; anything but a floating-point tensor is returned as it is."""
+    """Return a copy of an input that requires a gradient; anything but a floating-point tensor is returned
+    unchanged."""
     return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -1,4 +1,4 @@
-"""What stands in for torch's functions while a script is watched: each tells the rank that runs, and calls torch's."""
+"""Stand-ins for torch's functions while a script is watched: each notifies the running rank and calls the original."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tplab.torch.ranks.values import dtype_name
 
 
 class StandIns:
-    """While it is open, these functions tell about their calls.
+    """While it is open, these functions notify the rank of their calls.
 
-    here   the rank whose program the running thread runs, while it is watched
+    here   returns the rank whose program the running thread runs, while it is watched
     """
 
     def __init__(self, here: Callable[[], Watched | None]):
@@ -73,7 +73,7 @@ class StandIns:
         self._undo.callback(setattr, torch.autograd.Function, "apply", original)
 
     def see_fsdp(self) -> None:
-        """See what FSDP is told, once the script has imported it, which takes long."""
+        """See FSDP's switches, once the script has imported FSDP: the import is slow."""
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None and not self._has_fsdp:
             self._has_fsdp = True
@@ -86,10 +86,10 @@ class StandIns:
             rank = here()
             return original(*args, **kwargs) if rank is None else act(rank, original, *args, **kwargs)
 
-        setattr(owner, name, update_wrapper(watched, original))  # others ask for its name and its arguments
+        setattr(owner, name, update_wrapper(watched, original))  # callers may inspect its name and signature
         if is_own:
             self._undo.callback(setattr, owner, name, original)
-        else:  # what it inherits
+        else:  # inherited
             self._undo.callback(delattr, owner, name)
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
@@ -123,7 +123,7 @@ class StandIns:
     def _schedule(
         self, rank: Watched, original: Any, schedule: Any, /, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
-        """A schedule is made: from now on, the `step` of its class is watched."""
+        """Watch the `step` of a schedule's class from its creation on."""
         original(schedule, optimizer, *args, **kwargs)
         rank.origins.set(optimizer, rank.line())
         for kind in type(schedule).__mro__:
@@ -141,7 +141,7 @@ def _asked_for_parameters(rank: Watched, original: Any, module: nn.Module, /, *a
 def _backward(
     rank: Watched, original: Any, /, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    if graph_task() != -1 or original in rank.inside:  # or what a checkpoint computes again
+    if graph_task() != -1 or original in rank.inside:  # or the recomputation of a checkpoint
         original(tensors, grad_tensors, *args, **kwargs)
         return
     grad_tensors = rank.begin_backward(tensors, grad_tensors)
@@ -162,7 +162,7 @@ def _clip(
 
 
 def _hook(rank: Watched, original: Any, x: Tensor, /, hook: Any) -> Any:
-    """The script's own hook on a parameter may change its gradient before it is added up over ranks."""
+    """Stand in for a script's hook on a parameter, which may change its gradient before the reduction."""
     code, line = getattr(hook, "__code__", None), rank.line()
     if not isinstance(x, nn.Parameter) or code is None or not is_program(code.co_filename):
         return original(x, hook)
@@ -185,7 +185,7 @@ def _autocast(rank: Watched, original: Any, context: torch.autocast, /) -> Any:
 
 
 def _compile(rank: Watched, original: Any, /, model: Any = None, **kwargs: Any) -> Any:
-    """The program runs as it is: compiled, it would have no calls of these stand-ins."""
+    """Leave the program as it is: compiled, it would not call these stand-ins."""
     rank.seen.kinds.add("torch.compile")
     return model if model is not None else lambda function: function
 
@@ -232,7 +232,7 @@ def _set_rate(rank: Watched, original: Any, schedule: Any, /, *args: Any, **kwar
 
 
 def _then(tell: Callable[[Watched, Any, Any], Any]) -> Callable[..., Any]:
-    """Calls a method, and then tells the rank of the object that has it, and of what it has returned."""
+    """Return a stand-in that calls a method, and then notifies the rank of the method's object and result."""
 
     def act(rank: Watched, original: Any, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         found = original(owner, *args, **kwargs)
@@ -282,7 +282,7 @@ TABLE: Sequence[StandIn] = (
 
 
 def _only_asks_for_shapes() -> bool:
-    """Whether a pipeline calls its stage, or its loss, only to learn shapes."""
+    """Return whether a pipeline calls its stage, or its loss, only to infer shapes."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name.endswith("_inference") and frame.f_code.co_filename.endswith("pipelining/stage.py"):

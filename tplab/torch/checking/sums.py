@@ -1,4 +1,4 @@
-"""The same program with its sums in another order: how much that changes is what rounding can change."""
+"""The same program with its sums in another order: the change shows how much rounding can change."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ aten = torch.ops.aten
 
 
 class OtherSums(DispatchMode):
-    """Inside it, matmuls add up their products in `parts` parts, each of which is rounded to the tensors' dtype, as it
-    is if that many ranks share the work."""
+    """A mode in which matmuls add up their products in `parts` parts, each of which is rounded to the tensors' dtype,
+    as if that many ranks shared the work."""
 
     def __init__(self, parts: int):
         super().__init__()
@@ -23,7 +23,7 @@ class OtherSums(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor: operations on the tensors inside it come here again
+            return NotImplemented  # a DTensor: operations on its local tensors come here again
         if func is aten.mm.default or func is aten.bmm.default:
             return self._product(func, *args)
         if func is aten.addmm.default and not kwargs:

@@ -1,4 +1,4 @@
-"""Records the operations of one step of a rank, the values that they make and the gradients that come back to them."""
+"""Records the operations of one step of a rank, their values, and the gradients that come back to them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tplab.torch.ranks.rank import this_rank
 
 _KEY = "tplab operation"
 _SILENT = {"__get__", "size", "dim", "numel", "item", "__len__", "__bool__", "stride", "is_floating_point", "backward"}
-"""What only asks something of a tensor."""
+"""Functions that only query a tensor."""
 
 
 class Recorder:
-    """As long as `is_on` says so, it records what torch calls.
+    """Records torch's calls as long as `is_on()` is true.
 
     names   of the rank's parameters
-    put     by the key of an operation: what its result is to be; by its key and a place, what it is to take
+    put     the results to put in place, by the key of an operation; and inputs, by its key and a place
     """
 
     def __init__(self, names: Names, is_on: Callable[[], bool], put: Mapping[Any, Tensor] | None = None):
@@ -38,17 +38,17 @@ class Recorder:
         self.trail = Trail()
         self._names, self._is_on = names, is_on
         self._made: dict[int, int] = {}
-        self._kept: list[Any] = []  # so that nothing else gets their id
+        self._kept: list[Any] = []  # so that their ids are not reused
         self._turns: Counter[tuple[str, str]] = Counter()
         self._inside: list[Op] = []
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[..., Any]) -> Any:
-        """A function of torch is called. `run(func, args, kwargs)` runs it."""
+        """Record a call of a function of torch, which `run(func, args, kwargs)` runs."""
         name = getattr(func, "__name__", "")
         is_hidden = bool(self._inside) and not self._inside[-1].returned
         if name in _SILENT or is_hidden or not self._is_on() or graph_task() != -1 or transform() is not None:
             found = run(func, args, kwargs)
-            if name == "__get__" and isinstance(found, Tensor) and id(args[0]) in self._made:  # as x.T
+            if name == "__get__" and isinstance(found, Tensor) and id(args[0]) in self._made:  # such as x.T
                 self._made.setdefault(id(found), self._made[id(args[0])])
                 self._kept.append(found)
             return found
@@ -59,20 +59,20 @@ class Recorder:
         return found
 
     def _placed(self, op: Op, found: Any, place: int = 0) -> Any:
-        """The result of an operation, or what it is to be: its gradient stays what it was."""
+        """Return the result of an operation, or the one to put in its place, with the original gradient."""
         if isinstance(found, tuple):
             return type(found)(self._placed(op, x, place) for place, x in enumerate(found))
         if (value := self._put.get((op.key, ~place) if place else op.key)) is None:
             return found
         value = value.to(found)
-        if op.key[1].endswith("_") and not op.key[1].endswith("__"):  # it has written to a tensor
+        if op.key[1].endswith("_") and not op.key[1].endswith("__"):  # an in-place operation
             with torch.no_grad():
                 return found.copy_(value)
         return found + (value - found).detach() if found.is_floating_point() else value
 
     def apply(self, function: Any, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """An autograd function of the program or a library is applied. What the program's own computes inside is
-        recorded, too: it has made the results."""
+        """Record an autograd function of the program or a library. The operations inside the program's own are
+        recorded, too: they made its results."""
         if self._inside or not self._is_on() or graph_task() != -1 or transform() is not None:
             return call()
         op = self._begin(function.__name__, args, kwargs)
@@ -90,12 +90,12 @@ class Recorder:
         return found
 
     def begin_with(self, data: Iterable[Tensor]) -> None:
-        """The model is called with these, or a loss compares with them: how they were made is another question."""
+        """Forget how these inputs of the model, or targets of a loss, were made."""
         for x in data:
             self._made.pop(id(x), None)
 
     def send(self, line: str) -> None:
-        """A collective is called."""
+        """Note a collective."""
         if graph_task() != -1:
             if self._running is not None:
                 self._running.sent_back.append(line)
@@ -107,7 +107,7 @@ class Recorder:
             self.trail.end = self._of(loss)
 
     def close(self) -> None:
-        """Say what parameters the gradients of leaves belong to, and let go of tensors."""
+        """Replace the ids of leaves by the names of parameters, and release tensors."""
         for op in self.trail.ops:
             op.passed = [
                 (self._names.known(int(to.removeprefix("leaf "))) if isinstance(to, str) else to, x)
@@ -132,7 +132,7 @@ class Recorder:
         return op
 
     def _note(self, op: Op, found: Any) -> None:
-        """Its results are there."""
+        """Record the results of an operation."""
         results = list(tensors_in(found))
         if not results:
             return
@@ -147,7 +147,7 @@ class Recorder:
                 self._hook(x, op, number, place)
 
     def _of(self, x: Tensor) -> int:
-        """The number of the operation that has made a tensor; -1 if none was seen."""
+        """Return the number of the operation that has made a tensor; -1 if none was seen."""
         if id(x) in self._made:
             return self._made[id(x)]
         node = node_of(x)
@@ -158,7 +158,7 @@ class Recorder:
     _running: Op | None = None
 
     def _hook(self, x: Tensor, op: Op, number: int, place: int) -> None:
-        """See the gradient of a result when it comes, and those that the operation passes on."""
+        """Record the gradient of a result when it arrives, and those that the operation passes on."""
         last: Any = x.grad_fn
         output = x.output_nr
         if last.metadata.get(_KEY, number) == number:
@@ -199,6 +199,6 @@ class Recorder:
 
 
 def line_of_return(function: Any) -> str:
-    """The line at which the backward pass of an autograd function returns, if that is the program's."""
+    """Return the line at which the backward pass of an autograd function returns, if that is the program's."""
     backward = inspect.unwrap(function.backward).__code__
     return returned(backward.co_filename, backward.co_firstlineno) if is_program(backward.co_filename) else ""

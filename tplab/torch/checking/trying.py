@@ -26,7 +26,7 @@ class Tried:
     """While it is open, a rank's model runs with the changes of `Trial.at`.
 
     found    the all_reduces that the program has called in lines of its own, in the order of calls
-    softmaxes   to be opened around what is to be watched
+    softmaxes   a context that records, and changes, softmaxes
     gathers  those that are not used as their kind requires, after a backward pass: (op, shape of the result)
     """
 
@@ -66,7 +66,7 @@ class Tried:
         return self._begin(call, x) if how is None else _Done(self._changed(how, call, x))
 
     def _noted(self, call: Call) -> str | None:
-        """What to try on this call."""
+        """Return what to try on this call."""
         frame = self.rank.lines.frame()
         if call.op != "all_reduce" or not is_program(frame.f_code.co_filename):
             return None
@@ -88,9 +88,9 @@ class Tried:
     # --- gathers -----------------------------------------------------------------------------------------------------
 
     def before_backward(self, loss: Tensor) -> None:
-        """All ranks use the result of `gather_from` in the same way, and each goes on with its piece of the gradient.
-        Each uses that of `all_gather` in its own way, and the gradients of all are added up. Their outputs are the
-        same. Those that are not used as their kind requires pass gradients back as the other kind does."""
+        """Let gathers that are not used as their kind requires pass gradients back as the other kind does. All ranks
+        should use the result of `gather_from` alike, and each continues with its piece of the gradient; each may use
+        that of `all_gather` in its own way, and all gradients are added up."""
         known: list[Any] = [loss.grad_fn] * ("gathers" in self.at and loss.grad_fn is not None)
         for node in reached(known, lambda node: [other for other, _ in node.next_functions if other is not None]):
             call: Any = getattr(getattr(node, "exchange", None), "call", None)
@@ -112,7 +112,7 @@ class Tried:
 
 
 class Softmaxes(TorchFunctionMode):
-    """Notes the inputs of softmaxes, and whether anything is multiplied by a softmax's weights whose rows add up to
+    """Records the inputs of softmaxes, and whether anything is multiplied by a softmax's weights whose rows add up to
     2, 3, .. instead of 1.
 
     change   a factor for all scores, or the axes over which they are added up
@@ -157,7 +157,7 @@ def _scores(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The input of the softmax inside torch's scaled_dot_product_attention, and the values that its weights are for."""
+    """Return the input of the softmax in torch's scaled_dot_product_attention, and the values for its weights."""
     if enable_gqa:
         count = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(count, -3), value.repeat_interleave(count, -3)
@@ -171,7 +171,7 @@ def _scores(
 
 
 class _Done(Pending):
-    """A collective that is done."""
+    """A finished collective."""
 
     __slots__ = ("result",)
 
@@ -183,13 +183,13 @@ class _Done(Pending):
 
 
 def _entered(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    """A module's arguments, with the first tensor of floating-point numbers changed."""
+    """Return a module's arguments, with the first floating-point tensor changed."""
     place = next((place for place, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()), len(args))
     return (*args[:place], *map(change, args[place : place + 1]), *args[place + 1 :])
 
 
 def _left(output: Any, axes: tuple[str, ...], added: Any) -> Any:
-    """A module's output, or its input, added up but for what each rank adds to it."""
+    """Return a module's output, or its input, added up over ranks without each rank's own addend."""
     if not isinstance(output, Tensor):
         return output
     added = torch.as_tensor(added).to(output)

@@ -19,7 +19,7 @@ from tplab.torch.ranks.rank import current_rank_or_none, this_rank
 class Watch:
     """Inside it, programs on simulated ranks are watched; `around` must be around the program of each rank.
 
-    seen    of each rank
+    seen    the recording of each rank
     stopped the ranks that were ended after the steps of the plan
     trails  every operation of the step that is traced, by rank
     """
@@ -56,7 +56,7 @@ class Watch:
             watched.close()
 
     def here(self) -> Watched | None:
-        """The rank whose program this thread runs."""
+        """Return the rank whose program this thread runs."""
         rank = current_rank_or_none()
         watched = None if rank is None else self._ranks.get(rank.rank)
         return None if watched is None or watched.has_enough else watched
@@ -64,7 +64,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self._stand_ins.__enter__()
         if any(one.kind == "sync" for one in self._plan.repairs):
-            import torch.distributed.fsdp  # noqa: F401  # from the beginning, and not only once a model is called
+            import torch.distributed.fsdp  # noqa: F401  # now, and not only once a model is called
 
             self._stand_ins.see_fsdp()
         if self._plan.traced is not None or self._plan.repairs:
@@ -76,7 +76,7 @@ class Watch:
 
 
 class _Noted:
-    """A stream whose text is also noted."""
+    """A stream whose text is also recorded."""
 
     def __init__(self, stream: Any, note: Callable[[str], None]):
         self._stream, self._note = stream, note

@@ -1,4 +1,4 @@
-"""One rank of a watched script: what its program calls, and at which lines."""
+"""One rank of a watched script: the calls of its program, and their lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tplab.torch.ranks.values import dtype_name
 class Watched(WatchedSteps):
     """One rank while it is watched: see `WatchedSteps` for its steps.
 
-    inside      the functions that it is in: where there are modes, torch calls them once more
+    inside      the functions that it is in: under a mode, torch calls them once more
     """
 
     def __init__(self, plan: Plan, seen: Seen):
@@ -59,7 +59,7 @@ class Watched(WatchedSteps):
             self.seen.made.setdefault("BatchNorm", self.origins.of(thing))
 
     def read(self, loader: Any) -> None:
-        """Samples are taken from a loader."""
+        """Note that samples are taken from a loader."""
         self.origins.read(loader)
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset):  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ class Watched(WatchedSteps):
             self.seen.samplers.append((sampler.seed + sampler.epoch, self.origins.of(sampler)))
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A function of torch is called."""
+        """Call a function of torch."""
         given = [*tensors_in((args, tuple(kwargs.values())))]
         if self.plan.repairs and self.moment == "reduction" and self._reads_gradients(func, given):
             self.mending.gradients(parameters_of(self._made))
@@ -83,9 +83,9 @@ class Watched(WatchedSteps):
         return found
 
     def _is_of_forward(self, given: Sequence[Tensor], found: Any) -> bool:
-        """Whether a function that takes parameters is of a forward pass that trains, even if its result needs no
-        gradient: the rank may have frozen them, or have switched gradients off. Outside of the model it makes a tensor
-        that needs one, or takes other tensors too: a print or a broadcast does not."""
+        """Return whether a function with parameters belongs to a forward pass that trains, even if its result needs no
+        gradient: the rank may have frozen them, or have turned gradients off. Outside of the model, it must return a
+        tensor that needs a gradient, or take other tensors, too: a print or a broadcast does not."""
         if self.is_looking:
             return False
         if self.moment == "forward":
@@ -95,33 +95,33 @@ class Watched(WatchedSteps):
         return self.moment == "between" and torch.is_grad_enabled() and (has_data or needs)
 
     def _reads_gradients(self, func: Any, given: Sequence[Tensor]) -> bool:
-        """Whether the function takes a norm, or a square of a gradient."""
+        """Return whether the function takes a norm, or squares a gradient."""
         name = getattr(func, "__name__", "")
         of = self.names.at(address_of(given[0]))[0] if name in SQUARES and given else ""
         return name in NORMS or of == "gradient"
 
     def apply(self, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        """An autograd function is applied."""
+        """Apply an autograd function."""
         if self.plan.traced is not None or not self.plan.repairs or function in (Back, Through):
             return self.recorder.apply(function, call, args, kwargs)
         return self.mending.applied(self.line(), line_of_return(function), call())
 
     def compute(self, func: Any, args: Sequence[Any], found: Any) -> None:
-        """A function of torch was called, and autograd has nothing to do with it."""
+        """Note a call of a torch function outside of autograd."""
         if not self.is_looking:
             self.by_hand.see(func, args, found, self.step, self.moment, self._backward_in)
 
     def keep_apart(self) -> None:
-        """Gradients are not to be added up over ranks, until further notice."""
+        """Note that the script stops the synchronisation of gradients."""
         self.seen.lines["no sync"] = self.line()
 
     # --- a microbatch ------------------------------------------------------------------------------------------------
 
     def forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Call]:
-        """The model is called, from outside of any module. Returns its arguments, and what has to know its result."""
+        """Prepare a call of the model from outside of any module. Return its arguments, and a `Call` for its result."""
         self.settle()
         call = Call()
-        is_whole = transform() is None  # or the model is called with one sample, and with other weights
+        is_whole = transform() is None  # under a transform, the model gets one sample, and other weights
         if is_whole:
             self.names.note(module)
         self._trains = torch.is_grad_enabled() and module.training
@@ -150,7 +150,7 @@ class Watched(WatchedSteps):
         return args, kwargs, self._pending.add(call)
 
     def empty(self, module: nn.Module) -> None:
-        """The module's tensors are now what was in memory: make that something that is known."""
+        """Fill the uninitialised tensors of a module with a known value."""
         if not self.plan.ends:
             return
         self.seen.lines["empty"] = self.line()
@@ -160,7 +160,7 @@ class Watched(WatchedSteps):
                     local_of(x).fill_(torch.nan)
 
     def target(self, target: Any, ignored: int) -> tuple[Any, Call]:
-        """A loss is called. Returns what it compares with, and what has to know what it returns."""
+        """Prepare a call of a loss. Return its target, and a `Call` for its result."""
         if not isinstance(target, Tensor) or not torch.is_grad_enabled():
             return target, Call()
         self.recorder.begin_with([target])
@@ -175,7 +175,7 @@ class Watched(WatchedSteps):
         return target, self._pending.add(Call(target=(self.plan.once(target), count, self.line())))
 
     def draws_sample(self, code: CodeType, found: Tensor) -> Tensor:
-        """A tensor was drawn outside of the model. Returns what the script is to get."""
+        """Note a tensor that was drawn outside of the model. Return the tensor for the script."""
         if self.is_looking or not torch.is_grad_enabled():
             return found
         return self._draws.draw(self.seen.num_steps + self.step.has_stepped, self.line(), code, found)
@@ -185,7 +185,7 @@ class Watched(WatchedSteps):
         self.step.masks.append(Drawn(self.line(), given, checksum(array_of(mask != 0)), size))
         self.seen.kinds.add("Dropout")
 
-    # --- what is sent ------------------------------------------------------------------------------------------------
+    # --- collectives -------------------------------------------------------------------------------------------------
 
     def send(self, call: Any, put: Tensor | Sequence[Tensor], is_open: bool = False) -> None:
         on, names, value, moment = "", tuple[str, ...](), None, self.moment
@@ -195,11 +195,11 @@ class Watched(WatchedSteps):
             if x.numel() == 1 and x.is_floating_point():
                 value = float(local_of(x).detach())
             if moment in ("backward", "reduction") and x.dtype in (torch.bfloat16, torch.float16):
-                self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on their way
+                self.seen.kinds.add(dtype_name(x.dtype))  # gradients are rounded to it on the way
         if moment == "reduction" and size > 1:
             self.normed.clear()
         if moment == "reduction" and self.is_measured and x is not None and (on == "gradient" or x.numel() > 1):
-            self.is_measured = False  # what was measured, or clipped, is not what is added up over ranks
+            self.is_measured = False  # the reduced gradient differs from what was measured or clipped
             if on == "gradient" and "clip" in self.step.lines:
                 self.step.lines["early clip"] = self.step.lines["clip"]
         for done in ("clamp", "decay") if moment == "reduction" and on == "gradient" else ():
@@ -211,18 +211,18 @@ class Watched(WatchedSteps):
         self.step.sent.append(Sent(*sent, size, on, names, value, is_open and moment == "reduction"))
 
     def gather(self, op: str, ranks: Sequence[int], parts: Callable[[], Any]) -> None:
-        """A collective is done that autograd does not see. parts: what it took, and what it gave of each rank"""
+        """Note a finished collective that autograd does not see. parts: its inputs, and the outputs, one per rank"""
         if self.is_looking or graph_task() != -1 or not torch.is_grad_enabled():
             return
         given, got = parts()
-        if op == "all_gather":  # a rank may put in its own part, which has a gradient, afterwards
+        if op == "all_gather":  # a rank may insert its own part, which has a gradient, afterwards
             given = [*map(self._undetached, given)]
         if any(x.requires_grad for x in given):
             self.seen.cut[self.line()] = op
             self.mending.passes_back(self.line(), ranks, given, got)
 
     def _undetached(self, x: Tensor) -> Tensor:
-        """The same, or the same part, of the tensor with a gradient of which it was detached."""
+        """Return the same tensor, or the same part, of the one with a gradient that it was detached from."""
         whole = None if x.requires_grad else self._detached.get(address_of(x))
         if whole is None or whole.dtype != x.dtype:
             return x

@@ -1,4 +1,4 @@
-"""The steps of one rank of a watched script: what it begins with, its gradients as they arrive, its updates."""
+"""The steps of one rank of a watched script: its initial state, its gradients as they arrive, its updates."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class WatchedSteps:
     """The steps of one rank while it is watched.
 
     depth       whether it is in a call of its model; is_looking: whether a collective is the watch's own
-    has_enough  whether it is not watched any more
-    step        the step that is going on
-    computed    what modules have returned in it, by id: no sample
-    normed      of what the script has taken a norm before it gave it to its parameters, by address: a copy
+    has_enough  whether it is no longer watched
+    step        the current step
+    computed    results of modules in it, by id: they are not samples
+    normed      copies of tensors whose norm the script took before it assigned them to its parameters, by address
     """
 
     def __init__(self, plan: Plan, seen: Seen):
@@ -62,7 +62,7 @@ class WatchedSteps:
         return this_rank().lines.here()
 
     def _is_traced(self) -> bool:
-        """Whether the step that is to be recorded goes on. It begins right after the step before it."""
+        """Return whether this is the step to record. It begins right after the step before it."""
         return not self.is_looking and self.seen.num_steps + self.step.has_stepped == self.plan.traced
 
     @property
@@ -78,7 +78,7 @@ class WatchedSteps:
 
     @contextmanager
     def looks(self) -> Iterator[None]:
-        """What is computed and sent meanwhile is not the script's."""
+        """Computations and collectives inside are not the script's."""
         before, self.is_looking = self.is_looking, True
         try:
             with torch.no_grad():
@@ -95,7 +95,7 @@ class WatchedSteps:
     # --- a microbatch ------------------------------------------------------------------------------------------------
 
     def _goes_on(self) -> bool:
-        """Whether the rank makes another step, and is watched in it. Raises Enough where it is to end."""
+        """Return whether the rank makes another step, and is watched in it. Raises Enough if it is to end."""
         if self.seen.num_steps < self.plan.steps:
             return True
         if self.plan.ends:
@@ -104,7 +104,7 @@ class WatchedSteps:
         return False
 
     def _begin(self) -> None:
-        """Before the first forward pass."""
+        """Prepare the first forward pass."""
         self.mending.begin()
         if self.seen.num_steps:
             return
@@ -119,7 +119,7 @@ class WatchedSteps:
                     local_of(parameter).copy_(nudged(local_of(parameter)))
 
     def _see_buffers(self) -> None:
-        """As they are before a forward pass changes them."""
+        """Record the buffers before a forward pass changes them."""
         with self.looks():
             self.seen.buffers = self._pieces(self.names.buffers()) | self.seen.buffers
 
@@ -144,7 +144,7 @@ class WatchedSteps:
             self.seen.order.append(name)
 
     def begin_backward(self, tensors: Any, grads: Any) -> Any:
-        """A backward pass begins. Returns the gradients that it begins with."""
+        """Record the beginning of a backward pass. Return the gradients that it begins with."""
         self.settle()
         if not self._goes_on():
             return grads
@@ -184,8 +184,8 @@ class WatchedSteps:
         self.is_measured = True
 
     def measure(self, tensors: Sequence[Tensor]) -> None:
-        """A norm of these is taken: what changes gradients from now on, such as a clip, does so by their size. They may
-        be gradients that the script gives to its parameters only afterwards."""
+        """Record gradients when a norm of these tensors is taken, because a clip by it may follow. The tensors may be
+        gradients that the script assigns to its parameters only afterwards."""
         parameters = parameters_of(self._made)
         if self.is_measured or not all(p.grad is None or is_reduced(p.grad, p) for p in parameters):
             return
@@ -197,13 +197,13 @@ class WatchedSteps:
         self.is_measured = True
 
     def _is_new(self, parameter: Any) -> bool:
-        """Whether its gradient is another tensor than at the end of the last step, or was written to since."""
+        """Return whether its gradient is another tensor than at the end of the last step, or was written to since."""
         old, version = self._old.get(id(parameter), (lambda: None, 0))
         return old() is not parameter.grad or version != parameter.grad._version
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._inside is not None:
-            return  # an optimizer that calls another one
+            return  # called by another optimizer
         if id(optimizer) in self._optimizers and self.step.has_stepped:
             self.settle()
         self._inside = optimizer
@@ -222,7 +222,7 @@ class WatchedSteps:
             if not self.seen.num_steps:
                 parameters += self.names.parameters()
                 weights = self._pieces((self.names.of(p), p) for p in parameters)
-                self.seen.weights = weights | self.seen.weights  # another optimizer may have made its step
+                self.seen.weights = weights | self.seen.weights  # another optimizer may already have stepped
                 if not all(map(is_there, parameters)):
                     self.seen.lines.setdefault("freed", self.origins.of(optimizer))
                 self._see_buffers()
@@ -246,7 +246,7 @@ class WatchedSteps:
             self.step.lines["step"] = self.line()
 
     def skip(self) -> None:
-        """An update was left out, as gradients were not finite: the step begins again."""
+        """Begin the step again after an update was skipped because gradients were not finite."""
         if self.step.has_stepped or not self._num_backward:
             return
         step, line = self.step, self.line()
@@ -259,7 +259,7 @@ class WatchedSteps:
         """Close the step that the optimizer has made: other ranks' updates have arrived by now."""
         if not self.step.has_stepped or self._inside is not None:
             return
-        step, is_whole = self.step, transform() is None  # or other weights are in the places of the model's
+        step, is_whole = self.step, transform() is None  # under a transform, the model has other weights
         self.mending.after_step(self.names.parameters())
         self._pending.move(step)
         with self.looks():
@@ -288,7 +288,7 @@ class WatchedSteps:
         self.seen.used.update(filter(None, map(self.names.known, self._used)))
         self._pending.move(self.step)
         self.seen.places = this_rank().lines.places
-        self.seen.steps.append(self.step)  # what came after the last one
+        self.seen.steps.append(self.step)  # the rest after the last step
         for handle in self._hooked.values():
             handle.remove()
         self.names = Names()
@@ -296,7 +296,7 @@ class WatchedSteps:
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The settings that are numbers, those in tuples included."""
+    """Yield the settings that are numbers, those in tuples included."""
     for key, x in group.items():
         if _is_number(x) or (isinstance(x, Tensor) and x.numel() == 1):
             yield key, float(x)
