@@ -74,7 +74,7 @@ AVERAGE = Exercise(
 
 
 def check_average(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` averages gradients over "dp", and over nothing else.
+    """Check that `fn` averages gradients over "dp", and over nothing else.
 
     gradient [..], this rank's   ->   its mean over the ranks of axis "dp"; along "tp", ranks have different pieces
     """
@@ -114,7 +114,7 @@ def _meshes(batch: int, hidden: int, ranks: int) -> list[tuple[int, int]]:
 
 @check("best_mesh")
 def check_best_mesh(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(batch, width, hidden, ranks)` returns a (dp, tp) with which a rank sends the fewest bytes."""
+    """Check that `fn(batch, width, hidden, ranks)` returns a (dp, tp) with which a rank sends the fewest bytes."""
     for case in SIZES:
         batch, width, hidden, ranks = case
         where = f"for batch {batch:,}, width {width:,}, hidden width {hidden:,}, {ranks} ranks"

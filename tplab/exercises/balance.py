@@ -127,7 +127,7 @@ POSITIONS = Exercise(
 
 
 def check_positions(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, is causal attention with RoPE over tokens in zigzag order.
+    """Check that `fn`, in torch, is causal attention with RoPE over tokens in zigzag order.
 
     q, k, v [B, heads, S/cp, d]   ->   o [B, heads, S/cp, d]
     """
@@ -219,7 +219,7 @@ def _window_exercise(each: int, window: int) -> Exercise:
 
 
 def check_window_ring(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, is attention in which a token sees the last `window` tokens, with the fewest hops.
+    """Check that `fn`, in torch, is attention in which a token sees the last `window` tokens, with the fewest hops.
 
     q, k, v [S/cp, d], consecutive tokens, window   ->   o [S/cp, d]
     """

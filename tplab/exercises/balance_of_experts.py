@@ -25,7 +25,7 @@ LOADS: tuple[tuple[Sequence[float], Sequence[int], float], ...] = (
 
 @check(not_with=("balanced_bias",))
 def check_update(fn: Callable[..., Any]) -> Verdict:
-    """Whether fn(bias, counts, rate), in torch, is bias + rate * sign(mean(counts) - counts).
+    """Check that fn(bias, counts, rate), in torch, is bias + rate * sign(mean(counts) - counts).
 
     bias [E]   counts [E], whole numbers, of the whole batch   ->   the next bias [E]
     """
@@ -101,7 +101,7 @@ SCORES: tuple[tuple[int, int, int], ...] = ((9, 6, 2), (7, 6, 3), (4, 8, 1), (6,
 
 @check(not_with=("Router", "MixtureOfExperts"))
 def check_choose(fn: Callable[..., Any]) -> Verdict:
-    """Whether fn(scores, bias, k), in torch, chooses by scores + bias, and weights by the scores alone.
+    """Check that fn(scores, bias, k), in torch, chooses by scores + bias, and weights by the scores alone.
 
     scores [T, E], each above 0   bias [E]   ->   choices [T, k], in any order, and weights [T, k], which add up to 1
 

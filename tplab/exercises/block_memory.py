@@ -215,7 +215,7 @@ SEQUENCE_MLP = _exercise(
 
 
 def check_sequence_mlp(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the MLP half of a block, x + gelu(norm(x) @ a) @ b, whose tokens are split over the ranks.
+    """Check that `fn` is the MLP half of a block, x + gelu(norm(x) @ a) @ b, whose tokens are split over the ranks.
 
     x [B, S/tp, D]   scale [D]   a [D, H/tp]   b [H/tp, D]   ->   y [B, S/tp, D]; norm: RMS, eps 1e-6
     """
@@ -242,5 +242,5 @@ TOKENS_SPLIT = _exercise(
 
 
 def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
+    """Check that `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
     return grade(fn, TOKENS_SPLIT, framework, _thrifty)

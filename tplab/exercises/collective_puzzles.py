@@ -253,7 +253,7 @@ PUZZLES = {
 
 
 def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn`, the program of one rank, solves puzzle `number`. Never raises.
+    """Check that `fn`, the program of one rank, solves puzzle `number`. Never raises.
 
     fn takes x and returns what the puzzle asks for, over axis "tp"; it sends with `ring_shift` and `ppermute`
     """

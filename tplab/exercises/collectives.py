@@ -67,7 +67,7 @@ SUM_UP = Exercise(
 
 
 def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is an all-reduce made of hops, in which each rank adds up one piece.
+    """Check that `fn` is an all-reduce made of hops, in which each rank adds up one piece.
 
     x [1, R, n]   ->   the sum of every rank's x, of the same shape, on every rank of axis "tp"
     """

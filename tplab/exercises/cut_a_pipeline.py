@@ -106,8 +106,8 @@ least difference between largest and smallest, do not have the least maximum."""
 
 @check("fill", not_with=("partition", "Trial"), libraries=("tplab",))
 def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
-    """Whether `fill(costs, ranks)` returns bounds of stages, each with at least one layer, of which the largest is as
-    small as possible. The learner's cut is drawn under 1F1B."""
+    """Check that `fill(costs, ranks)` returns bounds of stages, each with at least one layer, of which the largest is
+    as small as possible. The learner's cut is drawn under 1F1B."""
     shown: Verdict | None = None
     for costs, ranks in product(FILLED, (4, 3, 2)):
         none = [0] * len(costs)
@@ -137,7 +137,7 @@ def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
 
 @check("my_cut", not_with=("partition", "Trial"), libraries=("tplab",))
 def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
-    """Whether `cut(costs, weights, kept, ranks, limit)` returns bounds of the stages, [0, ..., layers], such that no
+    """Check that `cut(costs, weights, kept, ranks, limit)` returns bounds of the stages, [0, ..., layers], such that no
     rank of 1F1B needs more than `limit` bytes and the busiest rank has as little to do as possible.
 
     It is tried on small models given as numbers, then on `layers`, measured with a microbatch `ids`; that cut is run.

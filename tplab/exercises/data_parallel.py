@@ -42,7 +42,7 @@ VOCABULARY = 3
 
 @check("my_loss")
 def check_loss(my_loss: Loss) -> Verdict:
-    """Whether the mean over ranks of `my_loss(logits, targets)` has the gradients of the mean over all counted tokens.
+    """Check that the mean of `my_loss(logits, targets)` over ranks has the gradients of the mean over counted tokens.
 
     logits [n, V], targets [n], of this rank; a target of -100 does not count. Runs on 2, 3 and 1 simulated ranks of
     axis "dp"; on three, one rank has no token that counts.
@@ -150,7 +150,7 @@ ENOUGH = 0.8
 
 @check("my_replicas", not_with=("data_parallel", "DistributedDataParallel"))
 def check_replicas(my_replicas: Replicas) -> Verdict:
-    """Whether `my_replicas(model)` -> finish makes `.grad` the mean over axis "dp", while the backward pass still runs.
+    """Check that `my_replicas(model)` -> finish makes `.grad` the mean over axis "dp", while the backward pass runs.
 
     It is called once, before the first step, and `finish()` after each backward pass, also when gradients are added up
     over several of them. Runs three backward passes on 2, 3 and 1 ranks, and one on the shapes of a large model.

@@ -28,7 +28,7 @@ NUM_SUMS = 5  # of four forward passes and one backward pass
 
 @check("block")
 def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` applies dropout with p = 1/2 between its two layers, and with p = 1/2 to what it adds to x.
+    """Check that `fn` applies dropout with p = 1/2 between its two layers, and with p = 1/2 to what it adds to x.
 
     x [T, D], replicated   a [D, F/tp]   b [F/tp, D]   ->   x + dropped(dropped(relu(x @ a)) @ b) [T, D], replicated
     In JAX, `fn` also takes a key.

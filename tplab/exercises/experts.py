@@ -160,7 +160,7 @@ AVERAGE = Exercise(
 
 
 def check_average(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, turns gradients into those of the mean loss over all ranks of dp and ep.
+    """Check that `fn`, in torch, turns gradients into those of the mean loss over all ranks of dp and ep.
 
     router [E, D], of this rank's loss   experts [E/ep, D, D], of all losses whose tokens this rank computed
       ->   both, averaged over the whole batch
@@ -222,7 +222,7 @@ def _wrong_rows(choices: np.ndarray, ranks: int, experts: int) -> dict[str, np.n
 
 @check(not_with=("rows_between", "tokens_between"))
 def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
-    """Whether fn(choices, ranks, experts) counts the rows that each rank sends, if a token goes to a rank only once.
+    """Check that fn(choices, ranks, experts) counts the rows that each rank sends, if a token goes to a rank only once.
 
     choices [T, k]   of all tokens, the first T/ranks of which are on rank 0 and so on; experts are spread likewise
       ->   one number per rank

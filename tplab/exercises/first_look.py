@@ -128,7 +128,7 @@ def _between_neighbours(answer: Answer) -> Verdict:
 
 
 def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn`, the program of one rank, adds up the numbers of its ring.
+    """Check that `fn`, the program of one rank, adds up the numbers of its ring.
 
     x [1]   ->   their sum [1], the same on every rank of axis "ring"
     """
@@ -183,7 +183,7 @@ LARGEST = _on_a_ring(
 
 
 def check_largest(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn`, the program of one rank, finds the largest number of its ring.
+    """Check that `fn`, the program of one rank, finds the largest number of its ring.
 
     x [1]   ->   largest [1], the same on every rank of axis "ring"
     """
