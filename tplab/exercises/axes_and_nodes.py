@@ -136,7 +136,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _fault(given: Any, case: tuple[int, int, int, int]) -> str | None:
-    """The fault of an answer, in words; None if it is right."""
+    """The fault in an answer, in words; None if it is right."""
     batch, width, hidden, ranks = case
     if not _is_pair(given):
         return "It must be two whole numbers, (dp, tp)."

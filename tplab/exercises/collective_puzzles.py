@@ -284,7 +284,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
 
 
 def _fault(trace: Trace, puzzle: Puzzle) -> str:
-    """The fault of a program that returns the right result, in words; "" if there is none."""
+    """The fault in a program that returns the right result, in words; "" if there is none."""
     ranks, sends = trace.mesh.size, trace.select(kind="send").events
     if ops := sorted({event.op for event in trace.select(kind="collective").events}):
         return f"{who_works(ops)}.\nBuild it from ring_shift and ppermute."

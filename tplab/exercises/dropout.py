@@ -165,7 +165,7 @@ def _look_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Non
 
 
 def _of_the_sum(added: np.ndarray, mesh: Mesh, num_features: int) -> str:
-    """The fault of an outer mask that is not drawn per entry, or not after the sum, in words; "" if there is none."""
+    """The fault in an outer mask that is not drawn per entry, or not after the sum, in words; "" if there is none."""
     num_ranks, zero = mesh.axis_size("tp"), added == 0
     without = added - (num_ranks - 1)
     if num_ranks > 1 and _are_sums(without, num_features) and (without == 0).any() and not zero.any():

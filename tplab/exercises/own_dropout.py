@@ -114,7 +114,7 @@ def _drawn(fn: Callable[..., Any], mesh: Mesh) -> tuple[_Masks, str]:
 
 
 def _of_other_kinds(fn: Callable[..., Any]) -> str:
-    """The fault of a draw for x of another shape and another p, or of its gradient, in words; "" if there is none."""
+    """The fault in a draw for x of another shape and another p, or of its gradient, in words; "" if there is none."""
     import torch
 
     x = torch.full((20, 3, 40), 2.0, requires_grad=True)

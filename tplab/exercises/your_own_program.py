@@ -63,7 +63,7 @@ def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]
 
 
 def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor], counts: tuple[int, int]) -> str:
-    """The fault of the gradients for these counts (ranks, parts), in words; "" if there is none."""
+    """The fault in the gradients for these counts (ranks, parts), in words; "" if there is none."""
     import torch
 
     def is_multiple(factor: float) -> bool:
