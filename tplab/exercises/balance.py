@@ -56,7 +56,7 @@ def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray) -> np.n
 
 
 def _ranks_of(tensors: Tensors) -> int:
-    """The number of ranks that share these tokens: three have six tokens each, and other numbers of ranks four."""
+    """The number of ranks that share these tokens: three ranks have six each, any other number of ranks four."""
     size = tensors["q"].shape[2]
     return 3 if size == 18 else size // 4
 
