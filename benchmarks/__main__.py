@@ -21,7 +21,7 @@ from benchmarks.figures import written
 from benchmarks.table import Row, machine, markdown
 
 ROOT = Path(__file__).parent.parent
-# As the table of figures lists them; a new file in rows/ comes last until it is given a place here.
+# The order in the table of figures. A new file in rows/ comes last until it is added here.
 ORDER = [
     "torch_hops",
     "torch_scale",
@@ -45,13 +45,13 @@ LIMIT_SECONDS = 600
 
 
 def names() -> list[str]:
-    """The rows there are: the files of rows/."""
+    """The names of all rows: the files of rows/."""
     found = {module.name for module in pkgutil.iter_modules(rows.__path__)}
     return [name for name in ORDER if name in found] + sorted(found - set(ORDER))
 
 
 def measure(name: str, root: Path = ROOT) -> list[Row]:
-    """Run one row in a fresh process, with the tplab of the checkout `root`; where it fails, say so in its place."""
+    """Run one row in a fresh process, with the tplab of the checkout `root`. If it fails, the row has the error."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "benchmarks", "--into", str(result), name]
@@ -68,7 +68,7 @@ def measure(name: str, root: Path = ROOT) -> list[Row]:
 
 
 def timed(name: str, root: Path = ROOT) -> list[Row]:
-    """The same, and say on stderr how long it took."""
+    """The same, and report on stderr how long it took."""
     start = time.perf_counter()
     print(f"{name}{'' if root == ROOT else f' on {root.name}'} ...", end=" ", file=sys.stderr, flush=True)
     found = measure(name, root)
@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def _commit() -> str:
-    """The commit that is measured, and whether there are changes beside it."""
+    """The commit that is measured, and whether there are uncommitted changes."""
     command = ["git", "describe", "--always", "--dirty=, with changes", "--exclude", "*"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""Each row measured on two commits in turns, and the ratio of the two."""
+"""Measure each row on two commits in turns, and print the ratio."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks.table import Row, aligned
 
 MOST = 1.05
-"""A row that is more than this times as slow as before is not fine."""
+"""A row that takes more than this many times as long as before is not fine."""
 
 Measure = Callable[[str, Path], list[Row]]
-"""(a row's name, the root of a checkout) -> what was measured there"""
+"""(a row's name, the root of a checkout) -> the rows measured there"""
 
 
 def checkout(revision: str, root: Path) -> Path:
@@ -44,7 +44,7 @@ def checkout(revision: str, root: Path) -> Path:
 
 
 def compare(names: Iterable[str], before: Path, now: Path, measure: Measure, rounds: int) -> list[tuple[Row, Row]]:
-    """For each figure the best that it was on each side: (before, now). The sides take turns at going first."""
+    """The best of each figure on both sides: (before, now). The sides take turns at going first."""
     pairs: list[tuple[Row, Row]] = []
     for name in names:
         found: dict[Path, list[list[Row]]] = {before: [], now: []}
@@ -62,7 +62,7 @@ def compare(names: Iterable[str], before: Path, now: Path, measure: Measure, rou
 
 
 def ratio(before: Row, now: Row) -> float | None:
-    """How many times as much it takes now: above 1 is worse. None if it cannot be said."""
+    """The cost now relative to before: above 1 is worse. None if either was not measured."""
     old, new = before.figure, now.figure
     if not old or not new:
         return None
@@ -70,7 +70,7 @@ def ratio(before: Row, now: Row) -> float | None:
 
 
 def ratios(pairs: list[tuple[Row, Row]]) -> str:
-    """The table of both commits: what was measured on each, and the ratio."""
+    """The table of both commits: the measurements on each, and the ratio."""
     cells = [("what", "before", "now", "now / before", "ok")]
     for before, now in pairs:
         times = ratio(before, now)

@@ -1,4 +1,4 @@
-"""docs/figures.md: its table is written here, from rows that were measured; the prose around it stays."""
+"""Write the table of docs/figures.md from measured rows, and keep the prose around it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _HEAD = ["| what | measured | aim |", "|---|---|---|"]
 def written(text: str, rows: Sequence[Row], about: str, is_whole: bool) -> str:
     """The page with these rows in its table, and `about`: where and on which commit they were measured.
 
-    is_whole   whether these are all rows. Otherwise they take their places, and other rows stay as they are, each
-               with where it was measured if that was another time
+    is_whole   whether these are all rows. Otherwise they replace their old versions, and the other rows stay; the page
+               then states each time and machine
     Raises ValueError if the page has no place for a table.
     """
     if text.count(BEGIN) != 1 or text.count(END) != 1:
@@ -37,6 +37,6 @@ def _line(row: Row) -> str:
 
 
 def _lines(table: str) -> dict[str, str]:
-    """What is measured -> its line."""
+    """name of a row -> its line"""
     lines = [line for line in table.splitlines() if line.startswith("| ") and line not in _HEAD]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines}

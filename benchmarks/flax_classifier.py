@@ -1,8 +1,8 @@
 """The classifier of asynchronous linear layers as one would write it with Flax: a module for each piece.
 
-What ParallelClassifier is measured beside. A ring brings the pieces of x, each goes through a Dense of its own, and the
-results are added up; or a Dense makes each part of y, and a ring adds them up. Layers are stacked by nn.scan, and every
-parameter has a dim of the model's ranks: kernels (3, 4, 128, 128), scales and biases (3, 4, 128).
+ParallelClassifier is compared with it. A ring brings the pieces of x, each goes through its own Dense, and the results
+are added up; or a Dense makes each part of y, and a ring adds them up. Layers are stacked by nn.scan, and every
+parameter has a dim for the model's ranks: kernels (3, 4, 128, 128), scales and biases (3, 4, 128).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 
 def ring_gather(x: Array, axis: str) -> list[Array]:
-    """Every rank's x, in the order in which they come up the ring."""
+    """Every rank's x, in the order in which they arrive up the ring."""
     size = lax.axis_size(axis)
     pieces = [x]
     for _ in range(size - 1):
@@ -39,7 +39,7 @@ def ring_scatter(parts: list[Array], axis: str) -> Array:
 
 
 class AsyncDense(nn.Module):
-    """A Dense a piece, to `features`: of the pieces of x that come ("gather"), or of x, for the parts that leave."""
+    """One Dense per piece, to `features`: of the arriving pieces of x ("gather"), or of x for each part to send."""
 
     features: int
     axis: str
@@ -107,7 +107,7 @@ def training(
     """
 
     def each(change: Callable[..., Array], params: Any) -> Any:
-        """Where the dim of the ranks is: behind that of the layers, if there is one."""
+        """Apply `change` to the dim of the ranks, which comes after that of the layers, if there is one."""
         places = {name: int(name == "blocks") for name in params}
         return {name: jax.tree.map(partial(change, axis=places[name]), part) for name, part in params.items()}
 
@@ -129,7 +129,7 @@ def training(
     P = PartitionSpec
     names = ("input", "blocks", "output", "bias")
     of_params = {name: P(None, model.axis) if name == "blocks" else P(model.axis) for name in names}
-    state: Any = optimizer.init({name: jnp.zeros(()) for name in names})  # AdamW's: it says what has which spec
+    state: Any = optimizer.init({name: jnp.zeros(()) for name in names})  # AdamW's, for the structure of the specs
     moments, *others = state
     specs = of_params, (moments._replace(count=P(), mu=of_params, nu=of_params), *others)
     init = jax.shard_map(first, mesh=mesh, in_specs=(P(), P()), out_specs=specs)

@@ -1,4 +1,4 @@
-"""The GPT in plain jax.numpy, unsharded: the sharded one is compared with it, and `jax.jit` can shard it by itself.
+"""The GPT in plain jax.numpy, unsharded, to compare the sharded one with. `jax.jit` can shard it by itself.
 
 params = shard_params(params, GPT(config).specs, Mesh(tp=4))
 step = jax.jit(jax.grad(partial(plain_loss, config=config)))
@@ -19,7 +19,7 @@ from tplab.models.gpt import GPTConfig
 def plain_logits(params: Params, ids: Array, config: GPTConfig) -> Array:
     """ids [B, S]   ->   logits [B, S, V]: GPT(config) on one rank, without tplab, with the same parameters.
 
-    It is only for a GPT like GPT-2: LayerNorm, GeLU by its tanh formula, biases, a key for each query head; no dropout.
+    Only for a GPT like GPT-2: LayerNorm, GeLU by its tanh formula, biases, a key for each query head; no dropout.
     """
     kind = config.norm, config.activation, config.bias, config.num_kv_heads in (None, config.num_heads)
     if kind != ("layer", "gelu_tanh", True, True):

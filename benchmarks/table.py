@@ -1,4 +1,4 @@
-"""A row of the table, the machine it was measured on, and the two ways of measuring that rows share."""
+"""A row of the table, the machine on which it was measured, and the two ways of measuring that rows share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: what, what it should reach, what it did beside others in the same run, and whether that will do.
+    """One figure: its name, its target, the measurement beside others of the same run, and whether it suffices.
 
     measured   begins with the figure itself: "141 us; beside it gloo processes 900 us"
     """
@@ -51,7 +51,7 @@ def aligned(cells: Sequence[tuple[str, ...]]) -> str:
 
 
 def machine() -> str:
-    """One line that names this machine: processor, cores, memory, system, versions."""
+    """One line about this machine: processor, cores, memory, system, versions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parts = [_processor(), f"{cores} cores"]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -75,16 +75,16 @@ def _processor() -> str:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """The duration of one call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def in_turns(work: Callable[[], float], beside: Callable[[], float], repetitions: int) -> tuple[float, float, float]:
-    """(median of work / beside, median seconds of each); both say how long they took, and take turns at going first.
+    """(median of work / beside, median seconds of each). Both return their seconds, and take turns at going first.
 
-    A busy moment of the machine then hits both alike, and falls out of the median of the ratios.
+    A busy moment of the machine then affects both, and drops out of the median of the ratios.
     """
     pairs = []
     for repetition in range(repetitions):

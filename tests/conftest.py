@@ -1,4 +1,4 @@
-"""What all tests share: how hard hypothesis and XLA try, how much memory they keep, what happens without a browser."""
+"""Settings for all tests: the effort of hypothesis and XLA, the memory that they keep, and tests without a browser."""
 
 import gc
 import os
@@ -24,8 +24,8 @@ settings.register_profile(
 )
 settings.load_profile("tplab")
 
-# Programs that run once, for microseconds, need no optimizing; it would take most of the tests' time. With 0 instead of
-# 1 they are compiled as everywhere else: CI does so on one Python, and labs and benchmarks always.
+# Programs that run once, for microseconds, need no optimization, which would take most of the tests' time. With 0
+# instead of 1 they are compiled as usual: CI does so on one Python, and labs and benchmarks always do.
 IS_QUICK = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
 
 # Each loop straight to LLVM, without MLIR, and a program's loops all at once: less than half of the work. XLA ends the
@@ -34,16 +34,16 @@ if IS_QUICK and tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ.setdefault("XLA_FLAGS", flags)
 
-# Workers of pytest share the cores. Threads of torch that wait for one another's turns would take a fifth of the time.
+# Workers of pytest share the cores. Torch's threads would take a fifth of the time by waiting for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MOST_MEMORY = 1_200_000_000
-"""Bytes of this process beyond which compiled JAX programs go after a test. Each holds up to 0.2 GB until then."""
+"""Bytes of this process beyond which compiled JAX programs, of up to 0.2 GB each, are freed after a test."""
 WORTH_CLEARING = 250_000_000
-"""Bytes that have come since they went last. Whoever needs them again compiles them again, which takes seconds."""
+"""The least growth in bytes between two such frees, since compiling programs again takes seconds."""
 LEFT = pytest.StashKey[int]()
-"""Bytes that were left then."""
+"""Bytes of the process after the last free."""
 
 _BROWSERS = (
     "chromium",
@@ -56,12 +56,12 @@ _NO_BROWSER = "no Chromium or Chrome was found; on Debian: apt-get install chrom
 
 
 def find_browser() -> str | None:
-    """The path of the Chromium or Chrome of this machine."""
+    """The path of this machine's Chromium or Chrome, if it has one."""
     return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever lies in tests/browser needs a browser."""
+    """Mark all tests in tests/browser, which need a browser."""
     for item in items:
         if Path(__file__).parent / "browser" in item.path.parents:
             item.add_marker("browser")
@@ -70,8 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports have made stays: without this, each full garbage collection looks through it, for 0.7 s. And
-    what tests make is looked through more seldom: a tenth of their time."""
+    """Exclude imported objects from garbage collection, where they would take 0.7 s of each full one, and collect less
+    often, which saves a tenth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -89,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Let go of what JAX compiled, once it has become much: 7,000 tests compile several GB."""
+    """Free JAX's compiled programs when they take much memory: 7,000 tests compile several GB."""
     limit = max(MOST_MEMORY, item.config.stash.get(LEFT, 0) + WORTH_CLEARING)
     if "jax" in sys.modules and spare.resident_bytes() > limit:
         sys.modules["jax"].clear_caches()
@@ -108,7 +108,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(scope="session")
 def browser_type_launch_args(browser_type_launch_args: dict) -> dict:
-    """pytest-playwright's fixture: the system's browser, kept from phoning home."""
+    """pytest-playwright's fixture: the system's browser, without background requests."""
     flags = [
         "--no-sandbox",  # needed where the tests run as root
         "--disable-gpu",

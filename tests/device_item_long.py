@@ -1,4 +1,4 @@
-"""An item of benchmarks.device whose only check is never over by itself."""
+"""An item of benchmarks.device whose only check does not end by itself."""
 
 from __future__ import annotations
 

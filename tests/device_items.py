@@ -1,4 +1,4 @@
-"""An item of benchmarks.device whose checks go wrong in every way."""
+"""An item of benchmarks.device whose checks fail in every way."""
 
 from __future__ import annotations
 

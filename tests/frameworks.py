@@ -1,4 +1,4 @@
-"""The two frameworks behind one small face, so that one test holds both to one NumPy oracle."""
+"""Both frameworks behind one small interface, so that a single test compares both with one NumPy oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tplab import Mesh, P
 
 
 class Framework(Protocol):
-    """What a test needs of a framework beside tplab's own names, which are in `lab`."""
+    """The functions of a framework that tests need, besides tplab's own names, which are in `lab`."""
 
     name: str
     lab: Any
@@ -75,8 +75,8 @@ FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": Torch, "jax": Jax}
 
 
 def gathers_alike(fw: Framework) -> tuple[str, int]:
-    """The collective that gives every rank all pieces, known to be the same everywhere, and how many times the bytes of
-    an all_gather it sends. Before 0.10, JAX knows this of sums only: the pieces are added up, each in its place.
+    """(The collective that gives every rank all pieces, typed as equal on all ranks; its bytes relative to those of an
+    all_gather). Before 0.10, JAX has this type only for sums: the pieces are added up, each in its place.
     """
     if fw.name == "jax":
         import jax
@@ -87,17 +87,17 @@ def gathers_alike(fw: Framework) -> tuple[str, int]:
 
 
 def in_both(of_torch: Iterable[Any], of_jax: Iterable[Any]) -> list[Any]:
-    """Cases for `@pytest.mark.parametrize("fw, ...", ..., indirect=["fw"])`: every one for torch, which runs as it is
-    written, and fewer for JAX, which compiles each one."""
+    """Cases for `@pytest.mark.parametrize("fw, ...", ..., indirect=["fw"])`: all for torch, which runs eagerly, and
+    fewer for JAX, which compiles each one."""
     return [(name, *case) for name, cases in (("torch", of_torch), ("jax", of_jax)) for case in cases]
 
 
 def on_each_rank(
     fw: Framework, program: Callable[..., Any], mesh: Mesh, *per_rank: Sequence[np.ndarray], shared: Sequence[Any] = ()
 ) -> list[Any]:
-    """Run `program(x, ..., shared...)` where each rank has its own x; what each rank returned, as NumPy arrays.
+    """Run `program(x, ..., shared...)`, in which each rank has its own x. Return the ranks' results as NumPy arrays.
 
-    per_rank   for each argument one array a rank
+    per_rank   for each argument one array per rank
     shared     arguments that all ranks have
     """
     stacked = [fw.array(np.stack(list(xs))) for xs in per_rank]

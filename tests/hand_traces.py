@@ -1,4 +1,4 @@
-"""Traces written by hand, event by event, for the tests of what is drawn from them. Nothing here runs a framework."""
+"""Traces written by hand, event by event, for tests of their drawings. Nothing here runs a framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tplab.trace import Recorder
 
 
 def ring_all_gather(mesh: Mesh, axis: str, nbytes: int = 4096, hop: float = 1.0, cluster: str | None = None) -> Trace:
-    """Every rank passes on what it has just received, size - 1 times."""
+    """Every rank passes on the piece that it has just received, size - 1 times."""
     recorder = Recorder(mesh, "ring_all_gather", "torch")
     held = {rank: recorder.chunk(rank, 0) for rank in mesh.ranks}
     message, size = 0, mesh.axis_size(axis)
@@ -113,9 +113,9 @@ def megatron_mlp(mesh: Mesh, axis: str, cluster: str = "h100") -> Trace:
 
 
 def overlapped_matmul(ranks: int, cluster: str = "tpu_v5e") -> Trace:
-    """A ring all-gather whose hops run beside the products of what has arrived; the last product has no hop beside it.
+    """A ring all-gather whose hops overlap with products of the pieces that have arrived, except for the last product.
 
-    The hop takes 12 us and the product 9: each rank waits 3 us a hop.
+    The hop takes 12 us and the product 9, so each rank waits 3 us per hop.
     """
     mesh = Mesh(tp=ranks)
     recorder = Recorder(mesh, "all_gather_matmul", "jax")
@@ -155,7 +155,7 @@ def overlapped_matmul(ranks: int, cluster: str = "tpu_v5e") -> Trace:
 
 
 def send_over_wait() -> Trace:
-    """Two ranks: rank 0 sends a piece, and waits from the first moment on for what rank 1 sends two hops later."""
+    """Two ranks: rank 0 sends a piece, and waits from the beginning for a piece that rank 1 sends two hops later."""
     recorder = Recorder(Mesh(tp=2), "exchange", "torch")
     mine, other = recorder.chunk(0, 0), recorder.chunk(1, 0)
     for source, target, start, chunk in ((0, 1, 0.0, mine), (1, 0, 2.0, other)):

@@ -1,7 +1,7 @@
-"""Fewer cases that say as much: rows of which every two values that meet anywhere still meet somewhere.
+"""Pairwise covers: fewer rows, in which every pair of values that occurs in some row still occurs.
 
-To show itself, a fault needs one value (a dtype that is not known) or two that meet (a dtype, and a mesh of one rank),
-and hardly ever three. So instead of every case, tests take a pairwise cover of them.
+Most faults need one value to appear (an unknown dtype) or a pair (a dtype, and a mesh of one rank), and hardly any
+needs three. So instead of every case, tests take a pairwise cover of them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def cover(rows: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Some of these rows, in their order: if two values stand in two columns of a row, they do so in one that is left.
+    """Some of these rows, in order. Every pair of values in two columns of a row also occurs in one of the result.
 
-    Greedy: whichever row brings most new pairs is next, the first of several. The same rows give the same cover.
+    Greedy: the row with the most new pairs is next, the first of several. The result is deterministic.
     """
     listed = [tuple(row) for row in rows]
     left = {place: _pairs(row) for place, row in enumerate(listed)}
@@ -28,7 +28,7 @@ def cover(rows: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def pairs(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """A cover of all rows that have one value from each of these."""
+    """A cover of all rows that have one value from each column."""
     return cover(product(*columns))
 
 

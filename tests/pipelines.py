@@ -1,4 +1,4 @@
-"""One pipeline in every framework, for tests: stages of two linear layers of differing widths, and the plain answer."""
+"""One pipeline in every framework, for tests: stages of two linear layers of different widths, and the plain answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HIDDEN, TOKENS = 5, 3
 
 
 def widths(num_stages: int) -> list[int]:
-    """What passes between stages: of another width at every cut."""
+    """The widths of the tensors between stages, different at every cut."""
     return [3 + number % 3 for number in range(num_stages + 1)]
 
 
 def weights(num_stages: int) -> list[State]:
-    """Of each stage: y = tanh(x w1 + b1) w2 + b2."""
+    """The weights of each stage: y = tanh(x w1 + b1) w2 + b2."""
     made, random = [], np.random.default_rng(7)
     for a, b in zip(widths(num_stages), widths(num_stages)[1:]):
         shapes = {"w1": (a, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, b), "b2": (b,)}
@@ -67,10 +67,10 @@ def run_torch(
     evaluates: bool = False,
     **options: Any,
 ) -> tuple[list[Any], Any]:
-    """What each rank returned: the loss, and the gradients of its stages. And the result of the run.
+    """(Each rank's loss and gradients of its stages, the result of the run).
 
-    microbatches   of all ranks; or position along "dp" -> those of the ranks there
-    evaluates      whether the batch runs forward only, so that there are no gradients
+    microbatches   of all ranks; or position along "dp" -> those of the ranks at this position
+    evaluates      whether the batch only runs forward, so that there are no gradients
     """
     import torch
     from torch import nn
@@ -118,7 +118,7 @@ def run_jax(
     from tplab.jax.private import in_float64
 
     class Layers:
-        """A stage; two of the same widths are the same program."""
+        """A stage. Stages of equal widths are the same program."""
 
         def __init__(self, state: State):
             self.state = state
@@ -161,11 +161,11 @@ def run_jax(
 
 
 EXECUTORS: dict[str, Callable[..., Any]] = {"torch": run_torch, "jax": run_jax}
-"""A framework that executes schedules joins here: (schedule, microbatches) -> (what each rank returned, the Result)."""
+"""framework -> its executor of schedules: (schedule, microbatches) -> (each rank's results, the Result)."""
 
 
 def check(results: Sequence[Any], schedule: Schedule, microbatches: Batch, tolerance: float = 1e-12) -> None:
-    """Raise AssertionError where a rank's loss or gradients are not those of plain accumulation."""
+    """Raise AssertionError if a rank's loss or gradients are not those of plain accumulation."""
     loss, grads = plain(schedule.num_stages, microbatches)
     seen = set()
     for rank, (got, held) in enumerate(results):

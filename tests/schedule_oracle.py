@@ -1,4 +1,4 @@
-"""A slow simulator, written from the rules alone, that the fast one is held against."""
+"""A slow simulator, written from the rules alone, to compare the fast one with."""
 
 import numpy as np
 
@@ -6,9 +6,9 @@ from tplab.schedules import Costs, Schedule
 
 
 def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float, float]]:
-    """(rank, place) -> (start, end): every rank does its row in order, and a message takes its time.
+    """(rank, place) -> (start, end): every rank runs its row in order, and messages take time.
 
-    One action after the other, always the one that can start first; no arrays, no places, only names.
+    Simulates one action after the other, always the one that can start first; no arrays, only names.
     """
     rows = schedule.by_rank()
     last_stage, share = schedule.num_stages - 1, schedule.num_stages / schedule.num_ranks
@@ -17,7 +17,7 @@ def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float
     cost["B"] = cost["I"] + cost["W"]
     carry = cost["size"] / costs.bandwidth
     parts_of_model = costs.stage_costs or [1.0]
-    arrived: dict[tuple, float] = {}  # (what, rank) -> when it is there
+    arrived: dict[tuple, float] = {}  # (result, rank) -> when it has arrived
     clock, place = [0.0] * len(rows), [0] * len(rows)
     free: dict[tuple[int, int], float] = {}
     found = {}
@@ -32,7 +32,7 @@ def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float
         return None
 
     def takes(action):
-        """The stage's own stretch of the model, from part to part."""
+        """The duration of an action, from the stage's part of the model."""
         num, stages, total = len(parts_of_model), schedule.num_stages, 0.0
         for part, figure in enumerate(parts_of_model):
             begin, end = max(part / num, action.stage / stages), min((part + 1) / num, (action.stage + 1) / stages)
@@ -40,7 +40,7 @@ def times(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], tuple[float
         return total * stages * cost[action.kind] / share
 
     def together(rank):
-        """What the rank begins at once: its next action, or its next pair."""
+        """The actions that the rank begins at once: its next one, or its next pair."""
         at = place[rank]
         return rows[rank][at : at + 2 if at + 1 < len(rows[rank]) and rows[rank][at + 1].joined else at + 1]
 

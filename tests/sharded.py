@@ -1,4 +1,4 @@
-"""A sharded layer held against the whole one: output and every gradient, in float64, in both frameworks."""
+"""Compare a sharded layer with the unsharded one: output and every gradient, in float64, in both frameworks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tplab import Mesh, P
 State = Mapping[str, np.ndarray]
 Oracle = Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
-# Sums are the same ones in another order: a few roundings of float64 (2e-16) on sums of a few hundred products.
+# Sums differ only in their order: a few roundings of float64 (2e-16) on sums of a few hundred products.
 TOLERANCE = 1e-12
 ROUNDINGS = 1e-14
 WHOLE = P()
@@ -23,7 +23,7 @@ WHOLE = P()
 
 @contextmanager
 def double(fw: Framework) -> Iterator[None]:
-    """Inside, JAX computes in float64; torch does where it is given it."""
+    """Inside, JAX computes in float64. Torch does so for float64 arguments."""
     if fw.name == "torch":
         yield
         return
@@ -69,8 +69,8 @@ def sharded(
     x_spec: P = WHOLE,
     y_spec: P = WHOLE,
 ) -> tuple[tuple[Any, Any, dict[str, Any]], Any]:
-    """The same by the layer that `make` makes of the framework's names, and the trace, which has no values: for those,
-    JAX computes the program once more, step by step. What ranks are said to hold copies of must agree: run checks it.
+    """The same by the layer that `make` makes with the framework's names, and the trace. It has no values, for which
+    JAX would run the program again, step by step. `run` checks that copies on different ranks agree.
     """
     has_dx = x.dtype.kind == "f"
     program = _torch_program(fw, make, has_dx) if fw.name == "torch" else _jax_program(fw, make, has_dx)
@@ -122,7 +122,7 @@ def check(
     x_spec: P = WHOLE,
     y_spec: P = WHOLE,
 ) -> Any:
-    """Raise AssertionError where the sharded layer and the whole one differ. Returns the trace."""
+    """Raise AssertionError if the sharded layer and the whole one differ. Return the trace."""
     with double(fw):
         with torch.no_grad():
             shape = oracle({n: torch.tensor(v) for n, v in state.items()}, torch.tensor(x)).shape
@@ -133,8 +133,8 @@ def check(
         if dx is not None:
             close(dx, want_dx, "dx")
         assert grads.keys() == want_grads.keys()
-        # Softmax does not see key's bias at all, and a single narrow head hardly its queries: what cancels there are
-        # numbers like those of the other gradients (5e-6 and less remain of them, with roundings of up to 5e-16).
+        # Softmax does not depend on the bias of key, and hardly on queries of a single narrow head: there, numbers like
+        # those of the other gradients cancel (to 5e-6 and less, with roundings of up to 5e-16).
         largest = max(np.abs(want).max(initial=0) for want in want_grads.values())
         for name, want in want_grads.items():
             close(grads[name], want, f"gradient of {name}", cancelled=largest)

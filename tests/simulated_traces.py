@@ -1,4 +1,4 @@
-"""Random programs on a modelled clock, small enough to be read: they give traces, and know their own critical path."""
+"""Small random programs on a modelled clock, which give traces, and know their own critical path."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tplab.trace.event import KINDS
 
 @dataclass
 class Simulation:
-    """Ranks that compute, send, receive and meet. Each event remembers the one it had to wait for.
+    """Ranks that compute, send, receive and take part in collectives. Each event records the event it waited for.
 
-    A rank has one way out: a message takes it for `carried` and arrives a `latency` later, a collective takes the way
-    of each member. Ranks have clocks of their own; `last` is the event that a rank's clock has come from. Unless it
-    `has_queues`, a way out carries any number of things at once.
+    A rank has one port: a message occupies it for `carried` and arrives a `latency` later, and a collective occupies
+    the port of each member. Each rank has its own clock; `last` is the event that set it. Unless it `has_queues`, a
+    port carries any number of messages at once.
     """
 
     num_ranks: int
@@ -45,7 +45,7 @@ class Simulation:
         self._arrive(rank, event, start + duration)
 
     def send(self, rank: int, peer: int, carried: float, latency: float) -> None:
-        """The rank goes on at once."""
+        """Send without blocking the rank."""
         start, cause = self.clock[rank], self.last[rank]
         if self.has_queues and self.free[rank] > start:
             start, cause = self.free[rank], self.holder[rank]
@@ -63,7 +63,7 @@ class Simulation:
         self.num_messages += 1
 
     def receive(self, rank: int) -> None:
-        """Wait for the oldest message that has not been taken."""
+        """Wait for the oldest message that has not been received."""
         if self.inbox[rank]:
             self._wait(rank, *self.inbox[rank].pop(0))
 
@@ -83,11 +83,11 @@ class Simulation:
         self.num_messages += 1
 
     def trace(self, is_noted: bool = True) -> Trace:
-        """With a note of what held each event up, as on the modelled clock, or without, as of real processes."""
+        """The trace, with the cause of each event, as on the modelled clock, or without, as of real processes."""
         return self.recorder.trace(cluster="made up", after=self.causes if is_noted else ())
 
     def critical_path(self) -> list[int]:
-        """The events of it, by their numbers. Those without length are left out: two paths may differ in them alone."""
+        """The numbers of its events, without those of no duration, since two paths may differ only in these."""
         path = [max(range(len(self.ends)), key=lambda event: (self.ends[event], event))]
         while self.causes[path[0]] >= 0:
             path.insert(0, self.causes[path[0]])
@@ -96,14 +96,14 @@ class Simulation:
     def _wait(self, rank: int, event: int, end: float) -> None:
         if end > self.clock[rank]:
             self._add(-1, rank, "wait", "ring_shift", self.clock[rank], end)
-            self.ends[-1] = -1.0  # a wait is no cause, and never the end of a path
+            self.ends[-1] = -1.0  # a wait is neither a cause nor the end of a path
             self._arrive(rank, event, end)
 
     def _arrive(self, rank: int, event: int, time: float) -> None:
         self.clock[rank], self.last[rank] = time, event
 
     def _add(self, cause: int, rank: int, kind: str, op: str, start: float, end: float, **about: Any) -> int:
-        """`where` is the number of the event in the trace; all of one collective have one number."""
+        """Add an event whose `where` is its number. All events of one collective have the same number."""
         event = len(self.causes)
         self.numbers.append(self.of_collective.setdefault(about["message"], event) if kind == "collective" else event)
         self.recorder.add(rank, kind, op, start, end, where=str(self.numbers[event]), **about)
@@ -114,7 +114,7 @@ class Simulation:
 
 
 def simulate(seed: int, num_ranks: int, num_steps: int, latency: float = 0.3, has_queues: bool = True) -> Simulation:
-    """A random program. Durations are random reals, so that two paths are never equally long; one in five is 0."""
+    """A random program. Durations are random reals, so that no two paths are equally long; one in five is 0."""
     rng = random.Random(seed)
     simulation = Simulation(num_ranks, has_queues)
     for _ in range(num_steps):
@@ -139,7 +139,7 @@ def simulations(has_queues: bool = True) -> st.SearchStrategy[Simulation]:
 
 
 def arbitrary(seed: int, num_events: int) -> Trace:
-    """Any events at all, most of them impossible together, many at the same time and many of no length."""
+    """Arbitrary events, mostly inconsistent, many at the same time and many of no duration."""
     rng = random.Random(seed)
     mesh = Mesh(dp=2, tp=rng.randint(1, 2))
     recorder = Recorder(mesh, rng.choice(["", "ein Ring, \u2192"]), rng.choice(["torch", "jax", "schedule"]))

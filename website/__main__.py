@@ -27,7 +27,7 @@ DOCTREES = ROOT / "build" / "site-doctrees"
 
 
 def make(labs: list[str], out: Path = OUT, numpy_from_cdn: bool = False) -> int:
-    """Make the site of these labs in folder `out`. 0 if Sphinx had nothing to say against it."""
+    """Make the site of these labs in folder `out`. Return 0 if Sphinx reported nothing."""
     shown = states([*labs, OPENING])
     opening = Opening(shown.pop(OPENING))
     Pages(PAGES, Cards(out), shown, opening).write()
@@ -41,9 +41,9 @@ def make(labs: list[str], out: Path = OUT, numpy_from_cdn: bool = False) -> int:
 
 
 def built(pages: Path, out: Path, doctrees: Path, conf: Path) -> int:
-    """Let Sphinx make `out` from `pages`. 0 if it had nothing to say against them.
+    """Let Sphinx make `out` from `pages`. Return 0 if it reported nothing.
 
-    What it remembers in `doctrees` of a build that was interrupted does not fit what is in `out`, so it starts anew.
+    The `doctrees` of an interrupted build do not match `out`, so Sphinx then starts from scratch.
     """
     unfinished = doctrees.with_name(doctrees.name + "-unfinished")
     if unfinished.exists() or not (out / "searchindex.js").exists():

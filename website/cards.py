@@ -1,4 +1,4 @@
-"""A widget on a page: a figure with a still picture and the data from which play.js draws the widget in its place."""
+"""A widget on a page: a figure with a still picture, and the data from which play.js draws the widget."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ THUMBNAIL_WIDTH = 640
 
 
 def data_of(output: Output, python: str) -> dict[str, Any]:
-    """What play.js reads of a widget: its traits, which of them a link keeps, and the cell that makes it."""
+    """The data of a widget for play.js: its traits, which of them a link keeps, and the cell that makes it."""
     state = output.state
     assert state
     return {"values": state.values, "bytes": state.packed, "kept": KEPT[state.kind], "python": python}
 
 
 def kinds(kind: type[Card]) -> list[type[Card]]:
-    """This kind of widget and all that are made of it."""
+    """This kind of widget and all its subclasses."""
     return [kind, *(one for below in kind.__subclasses__() for one in kinds(below))]
 
 
 KEPT = {
     kind.__name__: {trait: getattr(getattr(kind, trait), "values", None) for trait in kind.kept} for kind in kinds(Card)
 }
-"""Of each kind of widget, which traits a link keeps, and which values each of them may have, if these are few."""
+"""kind of widget -> the traits that a link keeps, each with its possible values if these are few."""
 
 
 class Cards:
-    """Writes what the figures of all pages need into a folder of the site; one file for what several of them share."""
+    """Writes the files of all pages' figures into a folder of the site. Figures share equal files."""
 
     def __init__(self, site: Path):
         self.folder = site / FOLDER
-        self._names = Counter[tuple[str, str]]()  # of figures, by page: what links call them
+        self._names = Counter[tuple[str, str]]()  # (page, name) -> figures with this name, by which links find them
 
     def figure(self, output: Output, python: str, page: str, plays: bool = False) -> str:
-        """The HTML of a widget on the page with this path in the site. If it `plays`, it begins by itself.
+        """The HTML of a widget on the page with this path in the site. If `plays`, it starts by itself.
 
-        python   a cell that makes the widget, and calls it `card`; "" where there is none
-        Where scripts are off, or the widget is still out of sight, its picture is shown, for light or for dark paper.
-        The HTML has no blank line, at which Markdown would end it.
+        python   a cell that makes the widget, and calls it `card`; "" if there is none
+        Without scripts, or until the widget is in view, its still picture is shown, for light or for dark paper.
+        The HTML has no blank line, since that would end it in Markdown.
         """
         assert output.state
         png = base64.b64decode(output.data["image/png"])
@@ -80,7 +80,7 @@ class Cards:
         """The first frame of a picture, small, for light and for dark paper; their paths in the site."""
         with Image.open(picture) as moving:
             frame = moving.convert("RGB")
-        frame.info.clear()  # of the moving picture
+        frame.info.clear()  # the animation's
         frame.thumbnail((THUMBNAIL_WIDTH, THUMBNAIL_WIDTH))
         stream = io.BytesIO()
         frame.quantize(256).save(stream, "png", optimize=True)
@@ -88,7 +88,7 @@ class Cards:
         return self._shared(small, "thumbnail", ".png"), self._shared(darkened(small), "thumbnail", ".png")
 
     def _shared(self, data: bytes, name: str, suffix: str) -> str:
-        """Write it under a name that says what is in it, and return its path in the site."""
+        """Write data under a name with its hash, and return its path in the site."""
         path = self.folder / f"{name}-{hashlib.sha256(data).hexdigest()[:10]}{suffix}"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

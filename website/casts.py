@@ -11,8 +11,8 @@ NAMES: Mapping[Kind, str] = {"R": "replicated", "I": "invariant", "V": "varying"
 
 
 class Cast(NamedTuple):
-    """What makes a tensor of type `target` of one of type `source`, over R ranks. `call` is tplab's name for it, `y` is
-    what the rank at index i gets, and `sends` is what travels: a collective, or "nothing"."""
+    """A conversion of a tensor of type `source` to type `target`, over R ranks. `call` is tplab's name for it, `y` the
+    result on the rank at index i, and `sends` the collective that it needs, or "nothing"."""
 
     source: Kind
     target: Kind
@@ -22,7 +22,7 @@ class Cast(NamedTuple):
 
     @property
     def backward(self) -> Cast:
-        """The cast that its backward pass is."""
+        """The cast of its backward pass."""
         return CASTS[DUALS[self.target], DUALS[self.source]]
 
 
@@ -48,12 +48,12 @@ CASTS: Mapping[tuple[Kind, Kind], Cast] = _casts(
     Cast("P", "V", "reduce_scatter(x, axis, dim)", "piece i of sum_j x_j", "reduce_scatter"),
     Cast("P", "P", "x", "x", "nothing"),
 )
-"""The cast from each type to each other. Along one axis; x / R is one of several that have this type: any shares that
-add up to one would do, such as x on one rank and zeros elsewhere."""
+"""The cast from each type to each other, along one axis. x / R is one of several possible results: any shares that add
+up to one would do, such as x on one rank and zeros elsewhere."""
 
 
 def table() -> str:
-    """The casts as a table in Markdown, one row for each type that is taken."""
+    """The casts as a table in Markdown, one row for each source type."""
     head = "| from \\ to | " + " | ".join(f"**{kind}** {NAMES[kind]}" for kind in KINDS) + " |"
     lines = [head, "|---" * (len(KINDS) + 1) + "|"]
     for source in KINDS:

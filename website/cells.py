@@ -1,6 +1,6 @@
-"""Cells of a page, run by IPython in the page's worker. All that they show goes to the page as messages.
+"""Cells of a page, run by IPython in the page's worker. Their outputs go to the page as messages.
 
-Pyodide runs this file, which is one of the site's; tests run it in an ordinary Python.
+Pyodide runs this file, which is part of the site. Tests run it in ordinary Python.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from traitlets.config import Config
 from tplab.widgets.paper.card import Card
 
 Tell = Callable[[str, list[bytes]], None]
-"""Gives the page a message: JSON, and bytes that belong to it."""
+"""Sends the page a message: JSON, and its buffers."""
 
 FRAMEWORKS = ("torch", "jax", "transformers", "tplab.torch", "tplab.jax")
-"""What a browser does not have."""
+"""Packages that a browser does not have."""
 
 PAUSE = 0.05  # seconds between two pieces of what a cell prints
 
 
 class Cells:
-    """The cells of a page, which share their names. `tell` gets what they show, in the order in which they show it:
+    """The cells of a page, which share a namespace. `tell` receives their outputs, in order:
 
     {"text"}                    what was printed
     {"shown": {MIME type: ..}}  what was displayed; a widget has its comm's id
@@ -76,12 +76,12 @@ class Cells:
 
         self.out = Out(tell)
         comm.create_comm = PageComm
-        Card._picture = ""  # type: ignore[assignment]  # the page draws the widget, and needs no picture of it
+        Card._picture = ""  # type: ignore[assignment]  # the page draws the widget itself
         config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"colors": "nocolor"}})
         self.shell, self.say = Shell.instance(config=config), say
 
     def run(self, number: int, source: str) -> None:
-        """Run a cell, which messages call by this number. Imports of frameworks are left out, and that is said."""
+        """Run a cell, which messages name by this number. Imports of frameworks are left out, with a note."""
         before = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = self.out
         try:
@@ -95,13 +95,13 @@ class Cells:
         self.say({"done": bool(done.success)})
 
     def hear(self, comm_id: str, data: str) -> None:
-        """A widget of the page has changed, or asks something."""
+        """Pass a message of the page's widget on to its comm."""
         if one := comm.get_comm_manager().get_comm(comm_id):
             one.handle_msg({"content": {"comm_id": comm_id, "data": json.loads(data)}, "buffers": []})
 
 
 class Out(io.TextIOBase):
-    """What is printed, in pieces: a cell may print much, and the page should see it before the cell is over."""
+    """Standard output, sent in pieces, so that the page shows it while the cell is still running."""
 
     def __init__(self, tell: Tell):
         self._tell, self._waiting, self._told = tell, "", 0.0
@@ -119,7 +119,7 @@ class Out(io.TextIOBase):
 
 
 def in_words(kind: type[BaseException], error: BaseException) -> str:
-    """An error in words: its own, or that a browser cannot import a framework."""
+    """The text of an error: its own, or that a browser cannot import a framework."""
     name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if is_framework(name):
         return f"This cell needs {name.partition('.')[0]}, which a browser does not have. Run it on Colab or Binder."
@@ -131,11 +131,11 @@ def is_framework(name: str) -> bool:
 
 
 def without_frameworks(source: str) -> tuple[str, list[str]]:
-    """A cell without those imports that fail here for want of a framework, with its other lines where they were; and
-    what was left out."""
+    """(A cell without the imports that fail here because a framework is missing, with the same line numbers; the
+    frameworks that were left out)."""
     try:
         statements = ast.parse(source).body
-    except SyntaxError:  # IPython says it, or it is a magic
+    except SyntaxError:  # IPython reports it, or it is a magic
         return source, []
     lines, missing = source.splitlines(), []
     for one in statements:
@@ -153,6 +153,6 @@ def _missing(one: ast.Import | ast.ImportFrom) -> str:
         except ModuleNotFoundError as error:
             if is_framework(error.name or ""):
                 return str(error.name).removeprefix("tplab.")
-        except Exception:  # the import itself says it
+        except Exception:  # the import itself will report it
             return ""
     return ""

@@ -1,6 +1,6 @@
-"""docs/choosing.md, "Which layout?": a guide in five questions, and what a search over all plans finds.
+"""docs/choosing.md, "Which layout?": a guide in five questions, and the results of a search over all plans.
 
-python -m website.choosing      writes the page again
+python -m website.choosing      rewrites the page
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""docs/clock.md, "How right is the clock?": every measured table beside what the clock says, made by the clock's code.
+"""docs/clock.md, "How right is the clock?": every measured table beside the clock's times, computed by its code.
 
-python -m website.clock      writes the page again
+python -m website.clock      rewrites the page
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NumPy compiled for the browser, as a file of the site, where the machine that makes the site can download it."""
+"""NumPy compiled for the browser, as a file of the site, if the machine that makes the site can download it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SECONDS = 20  # for the CDN to answer
 
 
 def downloaded(address: str, sha256: str, cache: Path) -> Path | None:
-    """The file at this address, kept in `cache`; None if it cannot be downloaded, which is said in one line.
+    """The file at this address, kept in `cache`; None, with a line on stderr, if it cannot be downloaded.
 
-    Raises RuntimeError if it is another file than the one with this hash.
+    Raises RuntimeError if the file has another hash.
     """
     file = cache / address.rpartition("/")[2]
     if not file.is_file():

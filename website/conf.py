@@ -1,4 +1,4 @@
-"""Sphinx's configuration of the site. `python -m website` gives it the pages."""
+"""Sphinx's configuration for the site. `python -m website` writes the pages."""
 
 import re
 import sys
@@ -25,8 +25,8 @@ extensions = ["myst_nb", "sphinx_copybutton", "website.mathml"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_code_prompt_show = nb_code_prompt_hide = "Set-up"  # the one cell that is folded
-smartquotes = False  # pages have the characters that the labs have
+nb_code_prompt_show = nb_code_prompt_hide = "Set-up"  # the only folded cell
+smartquotes = False  # pages keep the characters of the labs
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_math_renderer = "mathml"
@@ -39,7 +39,7 @@ html_static_path = ["static", *(f"../tplab/widgets/static/{name}" for name in ("
 html_favicon = "static/ring.svg"
 html_css_files = ["tplab.css", "site.css", "reference.css", "front.css"]
 html_js_files = [
-    ("play.js", {"type": "module", "async": "async"}),  # the pictures wait for no other script
+    ("play.js", {"type": "module", "async": "async"}),  # pictures do not wait for other scripts
     *((name, {"type": "module"}) for name in ("reach.js", "front.js")),
     ("search.js", {"defer": "defer"}),  # after Sphinx's own scripts, and before they search
 ]
@@ -72,13 +72,13 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 
 def _level_of_captions(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Captions in the sidebar are headings, and a screen reader asks of which level. Sphinx does not say."""
+    """Give the captions in the sidebar a heading level for screen readers, which Sphinx leaves out."""
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
 
 
 def _what_it_may_load(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Each page says what a browser may load for it; before anything is loaded, so at the top of its head."""
+    """Put the page's Content-Security-Policy at the top of its head, before anything is loaded."""
     marks = ("tag_runs", *(f'data-kind="{kind}"' for kind in pyodide.KINDS))
     has_lab = any(mark in context.get("body", "") for mark in marks)
     context["metatags"] = meta(has_lab, pyodide.has_numpy(Path(app.outdir))) + context.get("metatags", "")
@@ -89,14 +89,14 @@ _SOURCE = re.compile(r'src="([^"]+)"')
 
 
 def _deferred(script: Any) -> Any:
-    """The same script of a page, run when the page has been read. Modules are in any case."""
+    """The same script, run after the page has been parsed. Modules always are."""
     if "type" in script.attributes:
         return script
     return type(script)(script.filename, priority=script.priority, **{**script.attributes, "defer": "defer"})
 
 
 def _pictures_first(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """What the first picture of a page needs is asked for at once, and no script of the theme is waited for."""
+    """Preload what the first picture of a page needs, and defer the scripts of the theme."""
     if page != "search":  # there, scripts of Sphinx run in the order of the page
         context["script_files"] = [_deferred(script) for script in context["script_files"]]
     if first := _MODULE.search(context.get("body", "")):
@@ -109,12 +109,12 @@ def _pictures_first(app: Sphinx, page: str, template: str, context: dict[str, An
 
 
 def _front(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> str | None:
-    """The front page has a template of its own."""
+    """The template of the front page, which has its own."""
     return front.TEMPLATE if page == "index" else None
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("html-page-context", _pictures_first, priority=850)  # below the policy, which they must obey
+    app.connect("html-page-context", _pictures_first, priority=850)  # below the policy, which applies to them
     app.connect("html-page-context", _front, priority=950)
     app.connect("html-page-context", _what_it_may_load, priority=900)  # after others have added to metatags
     app.connect("html-page-context", _level_of_captions, priority=900)  # after furo has made the tree

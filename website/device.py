@@ -1,4 +1,4 @@
-"""The section of docs/clock.md about GPUs of our own: what `python -m benchmarks.device` has measured and tried."""
+"""The section of docs/clock.md about our own GPUs: the results of `python -m benchmarks.device`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMAND = "python -m benchmarks.device"
 
 
 def section(*files: Path) -> str:
-    """Everything in it is read from the files, one for each GPU (those beside the command); without one, it says so."""
+    """The section, read from one file per GPU (by default those beside the command), or a note if there is none."""
     files = tuple(file for file in files or sorted(RESULT.parent.glob(f"{RESULT.stem}*.json")) if file.exists())
     if not files:
         return (
@@ -94,7 +94,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _tried(checks: Sequence[Check]) -> list[str]:
-    """What passed, failed and was not run, with the last line of each error."""
+    """The counts of checks that passed, failed and were not run, with the last line of each error."""
     names = {True: "passed", False: "failed", None: "not run"}
     items = list(dict.fromkeys(check.item for check in checks))
     rows = []
@@ -114,7 +114,7 @@ def _tried(checks: Sequence[Check]) -> list[str]:
 
 
 def _why(check: Check) -> str:
-    """One line of what was said, safe in Markdown."""
+    """One line of the check's message, safe in Markdown."""
     lines = [line.strip() for line in check.said.splitlines() if line.strip()]
     raised = [line for line in lines if "Error: " in line or ".Wrong: " in line]
     last = (raised or lines or [""])[-1]

@@ -1,12 +1,12 @@
 """A docstring as HTML: tables of arguments become lists, equations and drawings keep their columns.
 
-tplab's docstrings are plain text. A paragraph whose lines have a name, two blanks or more, and a meaning is a table:
+tplab's docstrings are plain text. A paragraph whose lines have a name, two or more spaces, and a meaning is a table:
 
-    args        what `fn` is called with
+    args        the arguments of `fn`
     in_specs    one P per argument, or
                 one P for all
 
-Lines that are indented, or that have an arrow with blanks around it, keep their form.
+Lines that are indented, or that have an arrow with spaces around it, keep their form.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ARROW = re.compile(r"\s(->|<-|=>)\s{2}|\s{2}(->|<-|=>)\s")
 
 
 def as_html(docstring: str) -> str:
-    """The whole docstring, without a blank line, so that it can stand in Markdown."""
+    """The whole docstring, without blank lines, for use in Markdown."""
     paragraphs = re.split(r"\n\s*\n", docstring.strip("\n"))
     return "\n".join(part for text in paragraphs for part in _paragraph(text.splitlines()))
 
 
 def first_sentence(docstring: str) -> str:
-    """As Markdown in one line: code stays code, and no other sign has a meaning."""
+    """The first sentence as one line of Markdown: code stays code, and all other markup is escaped."""
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     sentence = re.split(r"(?<=[.!?])\s(?=[A-Z`])", paragraph)[0]
     parts = re.split(r"(`[^`]+`)", sentence)
@@ -55,7 +55,7 @@ def _paragraph(lines: list[str]) -> Iterator[str]:
 
 
 def _names_joined(lines: list[str], column: int) -> Iterator[str]:
-    """A name on a line of its own is joined to the first line of its meaning."""
+    """Join a name on a line of its own to the first line of its meaning."""
     names = ""
     for line, after in zip(lines, [*lines[1:], ""]):
         is_meaning = column and len(after) - len(after.lstrip()) == column
@@ -67,7 +67,7 @@ def _names_joined(lines: list[str], column: int) -> Iterator[str]:
 
 
 def _column(lines: list[str]) -> int:
-    """Where the meanings of a table begin; 0 where the paragraph is no table."""
+    """The column at which the meanings of a table begin; 0 if the paragraph is not a table."""
     found = Counter(row.end("gap") for line in lines if (row := ROW.match(line)) and not ARROW.search(line))
     return found.most_common(1)[0][0] if found else 0
 
@@ -89,7 +89,7 @@ def _split(line: str, column: int) -> tuple[str, str] | None:
 
 
 def _table_before(lines: list[str], column: int) -> Iterator[bool]:
-    """For each line, whether the line before it is of the table."""
+    """For each line, whether the line before it is in the table."""
     before = False
     for line in lines:
         yield before

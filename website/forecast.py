@@ -1,6 +1,6 @@
-"""docs/forecast.md, "How right is the forecast?": published training steps beside what tplab forecasts.
+"""docs/forecast.md, "How right is the forecast?": published training steps beside tplab's forecasts.
 
-python -m website.forecast      writes the page again
+python -m website.forecast      rewrites the page
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def page() -> str:
 
 
 def _classes() -> str:
-    """Every class by which a published step is judged: the narrowest one that has enough rows."""
+    """The classes of all published steps: for each step, the narrowest one that has enough rows."""
     judged, rows = defaultdict[Key, int](int), defaultdict[Key, list[Run]](list)
     for run in fit.every():
         stack = find_stack(run.stack, run.plan)

@@ -1,6 +1,6 @@
-"""docs/formulas.md, all formulas of the course on one sheet. Each has an example, which tplab's own code computes too.
+"""docs/formulas.md, all formulas of the course on one sheet. tplab's own code also computes each formula's example.
 
-python -m website.formulas      writes the page again
+python -m website.formulas      rewrites the page
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ simulates, and a test compares them with the formulas.
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula, an example, and the example's value: worked out by the formula, and by tplab.
+    """A formula, an example, and the example's value, by the formula and by tplab.
 
     lab    the number of the lab that explains it
     unit   of the value
@@ -79,7 +79,7 @@ ONE = forecast(LLAMA, Plan(dp=8, zero=3), "h100-measured", batch=64, sequence=81
 
 
 def _sent(axis: str, plan: Plan, batch: int, model: Model = LLAMA, rank: int = 0) -> float:
-    """The bytes that a rank of this pipeline place sends along an axis in a step, with sequences of 8,192 tokens."""
+    """The bytes that a rank of this pipeline stage sends along an axis in a step, with sequences of 8,192 tokens."""
     return bytes_by_axis(model, plan, batch=batch, sequence=8192)[rank][axis]
 
 

@@ -1,4 +1,4 @@
-"""The front page: a picture that plays, the paths through the course, and a map of its labs."""
+"""The front page: an animated picture, the paths through the course, and a map of its labs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHOICES = (
     ("shift", "Send to", (("1", "next rank"), ("-1", "previous rank"))),
     ("without", "Leave out", (("0", "nothing"), *((str(line), f"line {line}") for line in opening.LEFT_OUT[1:]))),
 )
-"""What a reader can change of the program: a part of the run's name, its label, and values with their labels."""
+"""The reader's choices for the program: an attribute of `Ring`, its label, and values with their labels."""
 
 
 def body(
@@ -33,10 +33,10 @@ def body(
     thumbnail: Callable[[str], str],
     repository: str,
 ) -> str:
-    """The page of these labs as HTML, without a blank line, at which Markdown would end it.
+    """The page of these labs as HTML, without blank lines, since one would end it in Markdown.
 
-    shown       what the page's programs have shown
-    figure      the picture that plays
+    shown       the outputs of the page's programs
+    figure      the animated picture
     ddp         the timeline of a script with DDP
     thumbnail   gives the HTML of a small picture of a lab, by the lab's name
     """
@@ -83,7 +83,7 @@ def body(
 
 
 def _first_line(finding: str) -> set[int]:
-    """The line at fault, without those that the report names beside it."""
+    """The line at fault, without other lines that the report names."""
     return opening.lines_named(finding[: finding.index("also see")] if "also see" in finding else finding, "train.py")
 
 

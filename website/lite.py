@@ -1,8 +1,8 @@
 """Labs as notebooks in the reader's browser: JupyterLite, in lite/ of the site, for the labs that need no framework.
 
-JupyterLite and what its Python imports are the wheels that requirements/browser.lock pins, with hashes. Python itself
-is the Pyodide of the pipeline lab. A list of packages, in the form of Pyodide's own, tells it where each of them is:
-all are files of the site, except for what is compiled, which browsers load from Pyodide's CDN when a cell imports it.
+JupyterLite and the packages that its Python imports are wheels, pinned with hashes in requirements/browser.lock. Python
+itself is the Pyodide of the pipeline lab. A list of packages, in Pyodide's format, has the address of each: all are
+files of the site, except for compiled ones, which browsers load from Pyodide's CDN when a cell imports them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ EXTENSIONS = ("jupyterlite_pyodide_kernel", "jupyterlab_widgets", "anywidget")  
 KERNEL = "@jupyterlite/pyodide-kernel-extension:kernel"
 STARTS_WITH = ["micropip", "piplite", "ipykernel", "comm", "pyodide-kernel", "jedi", "ipython"]
 COMPILED = ("numpy", "pillow")
-KINDS_OF_FILES = (".py", ".js", ".css", ".csv", ".json")  # of tplab: code, and what was measured
+KINDS_OF_FILES = (".py", ".js", ".css", ".csv", ".json")  # of tplab: code, and measurements
 TPLAB = ["numpy", "pillow", "ipywidgets", "anywidget", "traitlets"]
-"""What tplab imports for the labs that are shown here. It does without matplotlib, whose fonts are nicer."""
-NO_USE = {"jupyterlab-widgets", "widgetsnbextension"}  # ipywidgets asks for them, and they are no Python
+"""Packages that tplab imports for the labs here. It works without matplotlib, whose fonts are nicer."""
+NO_USE = {"jupyterlab-widgets", "widgetsnbextension"}  # ipywidgets requires them, and they have no Python code
 MARKERS = {"sys_platform": "emscripten", "platform_system": "Emscripten", "python_version": "3.14", "extra": ""}
 
 
@@ -59,12 +59,12 @@ there is no module named numpy.*"""
 
 
 def labs(names: Iterable[str]) -> list[str]:
-    """Those of the labs that need no framework, neither themselves nor in what they take from exercises."""
+    """The labs that import no framework, neither directly nor through an exercise."""
     return [name for name in names if not _imports(name) & FRAMEWORKS]
 
 
 def needs_framework(module: str) -> bool:
-    """Whether a module cannot be imported without a framework, or is of no use without one."""
+    """Whether a module cannot be imported without a framework, or is useless without one."""
     if module in FRAMEWORKS or module.startswith(("torch.", "tplab.torch.", "tplab.jax.", "jax.")):
         return True
     files = pyodide.needed(module) if module.startswith("tplab") else []
@@ -78,7 +78,7 @@ def sources_of(name: str) -> list[str]:
 
 
 def on_the_page(cells: Sequence[str]) -> list[bool]:
-    """Of each cell of a lab, whether it runs on the lab's page. Where most of them cannot, none does."""
+    """For each cell of a lab, whether it runs on the lab's page. If most of them cannot, none does."""
     needs = needing(cells, cache(needs_framework))
     return [2 * sum(needs) <= len(cells) and not one for one in needs]
 
@@ -95,7 +95,7 @@ def _imports(name: str) -> set[str]:
 
 
 def write(site: Path, names: Iterable[str], address: str) -> None:
-    """Write the notebooks of these labs and what opens and runs them; links to other pages lead to `address`."""
+    """Write the notebooks of these labs and the app that runs them. Links to other pages lead to `address`."""
     books = {name: notebook(name, address) for name in names}
     mark, made_of = _mark(books) + str(pyodide.has_numpy(site)), site / FOLDER / "made_of"
     if made_of.is_file() and made_of.read_text() == mark:
@@ -117,14 +117,14 @@ def write(site: Path, names: Iterable[str], address: str) -> None:
 
 
 def _mark(books: Mapping[str, str]) -> str:
-    """It differs where anything differs of which lite/ is made."""
+    """A hash of everything that lite/ is made of."""
     files = [LOCK, Path(__file__), pyodide.HERE / "package.json", *_sources()]
     parts = [*(text.encode() for text in books.values()), *(file.read_bytes() for file in files)]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def page(name: str) -> str:
-    """What opens the notebook of a lab, from the lab's page."""
+    """The link from a lab's page to its notebook in JupyterLite."""
     return f"../{FOLDER}/notebooks/index.html?path={name}.ipynb"
 
 
@@ -143,7 +143,7 @@ def notebook(name: str, address: str) -> str:
 
 
 def downloaded_wheels() -> list[Path]:
-    """The wheels that the lock file pins; they are downloaded if it has changed."""
+    """The wheels that the lock file pins, downloaded again if it has changed."""
     stamp, mark = WHEELS / "lock", hashlib.sha256(LOCK.read_bytes()).hexdigest()
     if not stamp.is_file() or stamp.read_text() != mark:
         shutil.rmtree(WHEELS, ignore_errors=True)
@@ -161,7 +161,7 @@ def _named(wheels: list[Path], name: str) -> Path:
 
 
 def write_packages(folder: Path, wheels: Iterable[Path], wanted: Sequence[str] = ()) -> None:
-    """Write the wheels that Python needs for tplab and what else is wanted, and the list of them."""
+    """Write the wheels that Python needs for tplab and the wanted packages, and the list of them."""
     lock = json.loads((pyodide.installed() / "pyodide-lock.json").read_text(encoding="utf8"))
     found = {name: lock["packages"][name] for name in COMPILED}
     (folder / "wheels").mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def write_packages(folder: Path, wheels: Iterable[Path], wanted: Sequence[str] =
 
 
 def _entry(wheel: Path) -> dict[str, Any]:
-    """What Pyodide's list says of a package."""
+    """The entry of a package in Pyodide's list."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -213,13 +213,13 @@ def _needs(about: Message) -> list[str]:
 
 
 def _sources() -> list[Path]:
-    """Of tplab, without its twins, which need a framework."""
+    """tplab's files, without tplab.torch and tplab.jax, which need a framework."""
     files = (path for path in sorted((ROOT / "tplab").rglob("*.*")) if path.suffix in KINDS_OF_FILES)
     return [path for path in files if path.relative_to(ROOT).parts[1] not in ("torch", "jax")]
 
 
 def write_tplab(wheel: Path) -> None:
-    """tplab as a wheel: its files as they are."""
+    """Write tplab as a wheel, with its files unchanged."""
     about = "Metadata-Version: 2.1\nName: tplab\nVersion: 0\n"
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in _sources()}
     files |= {"tplab-0.dist-info/METADATA": about.encode(), "tplab-0.dist-info/RECORD": b""}
@@ -233,7 +233,7 @@ def write_tplab(wheel: Path) -> None:
 
 
 def _build(out: Path, extensions: list[Path]) -> None:
-    """Let JupyterLite put its app together."""
+    """Let JupyterLite build its app."""
     options = {"lockFileURL": f"../{pyodide.FOLDER}/{LIST}", "packages": STARTS_WITH}
     kernel = {
         "pyodideUrl": f"../../{pyodide.FOLDER}/pyodide.mjs",

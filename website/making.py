@@ -1,4 +1,4 @@
-"""The cell of Python that makes a widget of a notebook again: those statements of the notebook that it needs."""
+"""A Python cell that makes a widget of a notebook again, from the statements of the notebook that it needs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def making(cells: Sequence[str]) -> str:
-    """A cell that makes what the last of these cells shows, and calls it `card`; "" if that is no single thing.
+    """A cell that makes what the last of these cells shows, and calls it `card`; "" if that is no expression.
 
-    A statement is needed if it gives a value to a needed name, or calls a method of it (`torch.manual_seed(0)`). What
-    is only printed is left out.
+    A statement is needed if it assigns to a needed name, or calls a method of it (`torch.manual_seed(0)`). Statements
+    that only print are left out.
     """
     statements = [(source, one) for source in cells for one in ast.parse(source).body]
     source, last = statements.pop()
@@ -29,10 +29,10 @@ def making(cells: Sequence[str]) -> str:
 
 
 def needing(cells: Sequence[str], is_missing: Callable[[str], bool]) -> list[bool]:
-    """Of each cell, whether it does more than to import what is missing somewhere: whether it reads a name that comes
-    from there, or from such a cell.
+    """For each cell, whether it reads a name that comes from a missing module, or from such a cell. A cell that only
+    imports a missing module does not count.
 
-    is_missing   of a module: whether it cannot be imported
+    is_missing   module -> whether it cannot be imported
     """
     missing, found = set[str](), []
     for source in cells:
@@ -60,7 +60,7 @@ _DEFINING = ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef | ast.Im
 
 
 def names_read(node: ast.AST) -> set[str]:
-    """The names of the notebook that are read. What a function or a comprehension makes is its own."""
+    """The names of the notebook that are read. Names that a function or a comprehension assigns are local."""
     read = {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load | ast.Del) else set[str]()
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         read.add(node.target.id)
@@ -74,7 +74,7 @@ def names_read(node: ast.AST) -> set[str]:
 
 
 def names_made(statement: ast.AST) -> set[str]:
-    """The names of the notebook that get a value, or a new part."""
+    """The names of the notebook that are assigned, also in part."""
     return {name for one in _outside_functions(statement) for name in _made(one)}
 
 
@@ -86,7 +86,7 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _made(node: ast.AST, whole: bool = False) -> Iterable[str]:
-    """The name that this node gives a value; a `whole` one, or also a part."""
+    """The names that this node assigns: only as a `whole`, or also in part."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -99,7 +99,7 @@ def _made(node: ast.AST, whole: bool = False) -> Iterable[str]:
 
 
 def _told(statement: ast.AST) -> set[str]:
-    """The name whose method is called, and whose value may be another one then."""
+    """The name whose method is called, which may change its value."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return {_root(call.func)} if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else set()
 

@@ -1,4 +1,4 @@
-"""Formulas as MathML: every browser draws it, screen readers read it, and no script or font is loaded for it."""
+"""Formulas as MathML: every browser draws them, screen readers read them, and no script or font is loaded for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables "On Monday" of all labs on one page, read from the notebooks: what things are called elsewhere."""
+"""The tables "On Monday" of all labs on one page, read from the notebooks: names in other libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import nbformat
 
 ROOT = Path(__file__).parent.parent
 PATH = "labs/on_monday.md"
-"""Beside the labs, so that links in the tables lead where they lead in the labs."""
+"""Beside the labs, so that relative links in the tables stay valid."""
 
 _HEAD = """\
 # On Monday
@@ -21,7 +21,7 @@ of these tables.
 
 
 def page(labs: Iterable[str]) -> str:
-    """The page of these labs, as Markdown. A lab without such a table has no place on it."""
+    """The page of these labs, as Markdown, without labs that have no such table."""
     parts = [_HEAD]
     for lab in labs:
         title, text = _read(lab)
@@ -31,7 +31,7 @@ def page(labs: Iterable[str]) -> str:
 
 
 def _read(lab: str) -> tuple[str, str]:
-    """A lab's title, and what it says under the heading "On Monday"."""
+    """A lab's title, and the text under its heading "On Monday"."""
     book = nbformat.read(ROOT / "labs" / f"{lab}.ipynb", as_version=4)
     texts = [cell.source for cell in book.cells if cell.cell_type == "markdown"]
     (title,) = re.findall(r"^# (.+)$", texts[0], re.MULTILINE)

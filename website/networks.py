@@ -1,4 +1,4 @@
-"""The section of docs/clock.md about networks between nodes: what was measured on each, beside what the clock says."""
+"""The section of docs/clock.md about networks between nodes: measurements on each, beside the clock's times."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def off(found: float, true: float) -> str:
 
 
 def summaries() -> list[list[str]]:
-    """A line of each measured network: its rows, and the errors on those that were fitted and on those left out."""
+    """One line per measured network: its rows, and the errors on fitted rows and on rows that were left out."""
     lines = []
     for key in fit.NAMES:
         fabric, rows = fabrics()[key], fit.rows_of(key)

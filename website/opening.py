@@ -1,5 +1,5 @@
-"""What the front page shows. All of it is run when the site is made: one small program with every change of it that a
-reader can choose, two ranks that wait for each other, a script with DDP, and what the doctor finds in another one."""
+"""The programs of the front page, run when the site is made: a small program in every variant that a reader can choose,
+two ranks that wait for each other, a script with DDP, and a script in which the doctor finds a mistake."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def script(name, source):
 
 @dataclass(frozen=True)
 class Ring:
-    """A change of the program: on so many ranks, in this direction, without this line."""
+    """A variant of the program: on this many ranks, in this direction, without this line."""
 
     ranks: int
     shift: int
@@ -100,18 +100,18 @@ class Ring:
 
     @property
     def lines(self) -> list[str]:
-        """The program as a reader sees it."""
+        """The program as the reader sees it."""
         to = "" if self.shift == 1 else f", {self.shift}"
         return [line.replace('"tp")', f'"tp"{to})') if "ring_shift" in line else line for line in PROGRAM]
 
     @property
     def source(self) -> str:
-        """The program as it runs; a line that is left out is empty, so that the others keep their numbers."""
+        """The program as it runs. A line that is left out is empty, so that the others keep their numbers."""
         return "\n".join("" if at == self.without else line for at, line in enumerate(self.lines, 1))
 
 
 FIRST, LARGEST = Ring(4, 1, 0), Ring(8, 1, 0)
-"""What the front page begins with, and the picture of the README."""
+"""The first variant on the front page, and the one in the README's picture."""
 
 
 def rings() -> list[Ring]:
@@ -119,7 +119,7 @@ def rings() -> list[Ring]:
 
 
 def book() -> nbformat.NotebookNode:
-    """The notebook that runs all of it."""
+    """The notebook that runs all programs."""
     train = (DOCS / "train.py").read_text(encoding="utf8")
     hang = f"""\
 try:
@@ -135,14 +135,14 @@ except DeadlockError as error:
 
 
 class Opening:
-    """What the cells of the notebook have shown."""
+    """The outputs of the notebook's cells."""
 
     def __init__(self, shown: Mapping[str, Sequence[Output]]):
         self._shown = shown
 
     @property
     def picture(self) -> tuple[Output, str]:
-        """The program as it is: the picture that plays."""
+        """The animated picture of the unchanged program."""
         return self._picture(FIRST)
 
     @property
@@ -163,7 +163,7 @@ class Opening:
         return self._text("doctor")
 
     def choices(self) -> str:
-        """The runs as JSON, by their cell: the lines, which one is left out, what the ranks return, and the widget."""
+        """The runs as JSON, by cell: the lines, the one that is left out, the results in words, and the widget."""
         return json_in_page(dict(self._choices()))
 
     def _choices(self) -> Iterator[tuple[str, object]]:
@@ -172,7 +172,7 @@ class Opening:
             yield ring.cell, {"lines": ring.lines, "without": ring.without, "says": self.says(ring), "widget": widget}
 
     def says(self, ring: Ring) -> str:
-        """What the ranks return, in words. Here nothing is known in advance: it is read from what they returned."""
+        """The ranks' results in words, read from the output of the run."""
         values = [f"{value:g}" for value in json.loads(self._shown[ring.cell][0].data["text/plain"])]
         if len({*values}) == 1:
             return f"Every rank returns {values[0]}."
@@ -186,13 +186,13 @@ class Opening:
 
 
 def _making(cell: str) -> str:
-    """The cell that makes what a cell shows: only the first one makes names, of which it has need."""
+    """The cell that makes the output of a cell, which only needs names of the first cell."""
     sources = {one.id: one.source for one in book().cells}
     return making([sources["begin"], sources[cell]])
 
 
 def marked(source: str, lines: set[int]) -> str:
-    """A program as HTML, each line in an element of its own, with these lines marked."""
+    """A program as HTML, one element per line, with these lines marked."""
     rows = (
         f"<li{' class=marked' * (number in lines)}><code>{html.escape(line) or '&#8203;'}</code></li>"
         for number, line in enumerate(source.splitlines(), 1)

@@ -1,4 +1,4 @@
-"""The pages that Sphinx reads, as files in a folder like the repository's: notebooks, docs/, README, the front page."""
+"""The pages that Sphinx reads, as files in folders like the repository's: notebooks, docs/, README, the front page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 PICTURE = re.compile(
     r'<a [^>]*>\s*<picture>\s*<source [^>]*srcset="([^"]*)">\s*<img alt="([^"]*)" src="([^"]*)">\s*</picture>\s*</a>'
 )
-"""A picture that leads here, with another for dark paper, both at their whole addresses."""
+"""A picture that links to the site, with another one for dark paper, both with absolute addresses."""
 DOCS = (
     "using", "torch_distributed", "types", "choosing", "formulas", "twins", "clock", "forecast", "design", "figures"
 )  # fmt: skip
@@ -35,21 +35,21 @@ RUNS = "runs"
 
 
 class StaleLabError(Exception):
-    """A notebook shows something else than its cells do now."""
+    """A committed notebook has other outputs than its cells have now."""
 
 
 class Pages:
-    """Writes the pages of these labs, and those around them.
+    """Writes the pages of these labs, and all other pages.
 
-    shown     what the cells of each lab show, by lab and cell
-    opening   what the front page shows, and the README begins with
+    shown     the outputs of each lab's cells, by lab and cell
+    opening   the outputs on the front page and at the top of the README
     """
 
     def __init__(self, folder: Path, cards: Cards, shown: Mapping[str, Mapping[str, list[Output]]], opening: Opening):
         self.folder, self.cards, self.shown, self.opening = folder, cards, shown, opening
 
     def write(self) -> None:
-        """Write all of them. A page that has not changed is left alone, so that Sphinx need not read it again."""
+        """Write all pages. A page that has not changed is left alone, so that Sphinx does not read it again."""
         texts = {f"labs/{name}.ipynb": self.lab(name) for name in self.shown}
         texts |= {f"docs/{name}.md": self.text(f"docs/{name}.md") for name in DOCS}
         texts |= {f"{name}.md": self.text(f"{name}.md") for name in ABOUT}
@@ -97,7 +97,7 @@ class Pages:
             )
         for output, one in zip(committed, found):
             if one.state:
-                # A picture and its widget show the same: where the machine decides what, both are of this run.
+                # A picture and its widget must agree, so both are of this run if the machine affects them.
                 kept = one if machine_dependent else Output(dict(output.data), {}, one.state)
                 output.data = {"text/html": self.cards.figure(kept, python, f"labs/{name}.html")}
                 output.metadata = {}
@@ -117,7 +117,7 @@ class Pages:
         return self.linked((ROOT / path).read_text(encoding="utf8"), path)
 
     def front(self) -> str:
-        """The front page, and what Sphinx needs to find all others."""
+        """The front page, with the tables of contents from which Sphinx finds all other pages."""
         labs = course.labs(list(self.shown))
         figure = self.cards.figure(*self.opening.picture, page="index.html", plays=True)
         ddp = self.cards.figure(*self.opening.ddp, page="index.html")
@@ -125,11 +125,11 @@ class Pages:
         trees = [(part.title, [f"labs/{lab.name}" for lab in members]) for part, members in course.parts(labs)]
         trees.append(("Reference", [f"{reference.FOLDER}/index", "labs/on_monday", *(f"docs/{name}" for name in DOCS)]))
         trees.append(("Project", ["readme", *ABOUT]))
-        titled = "```{title} Front page\n```\n"  # what a search calls it
+        titled = "```{title} Front page\n```\n"  # its name in a search
         return f"{titled}{body}\n" + "".join(_toctree(caption, pages) for caption, pages in trees)
 
     def readme(self) -> str:
-        """The README, with widgets for its pictures, and without what sends its readers to this site."""
+        """The README, with widgets instead of pictures, and without the paragraphs that link to this site."""
         text = (ROOT / "README.md").read_text(encoding="utf8")
         text = PICTURE.sub(self._still, text)
         to_site = rf"\]\({re.escape(address())}[^)]*\)"
@@ -137,7 +137,7 @@ class Pages:
         return self.linked(text, "README.md")
 
     def _still(self, picture: re.Match[str]) -> str:
-        """A picture of the README: the widget that it shows, or else itself, for light and for dark paper."""
+        """A picture of the README: a link that becomes its widget, or the picture itself for light and dark paper."""
         dark, alt, light = picture.groups()
         raw = build.repository().replace("https://github.com", "https://raw.githubusercontent.com") + "/main/"
         dark, light = dark.removeprefix(raw), light.removeprefix(raw)
@@ -152,7 +152,7 @@ class Pages:
         return f'{lit}<img class="only-dark" src="{dark}" alt="" loading="lazy">'
 
     def linked(self, text: str, path: str) -> str:
-        """The text with its links as they are on the site: to pages and pictures there, or else to the repository."""
+        """The text with its links adapted to the site: to its pages and pictures, or else to the repository."""
 
         def follow(link: re.Match[str]) -> str:
             mark, label, target = link.groups()
@@ -172,7 +172,7 @@ class Pages:
         return LINK.sub(follow, text)
 
     def _card(self, picture: str) -> tuple[Output, str] | None:
-        """The widget of which this is the picture, and the cell that makes it."""
+        """The widget that this picture shows, and the cell that makes it; None if it shows none."""
         if picture == "docs/ring.png":
             return self.opening.largest
         found = re.fullmatch(r"labs/images/(\w+)\.png", picture)
@@ -187,13 +187,13 @@ class Pages:
 
 
 def address() -> str:
-    """Where the site is published."""
+    """The address of the published site."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
     return project["urls"]["Documentation"]
 
 
 def launch(name: str) -> str:
-    """The buttons that run lab `name`: the addresses are those of its badges, and of the notebook on this site."""
+    """The buttons that run lab `name`, with the addresses of its badges and of its notebook on this site."""
     colab, binder = re.findall(r"\]\((https://[^)]+)\)", re.sub(r"!\[[^)]+\)", "", build.badges(name)))
     own = [("Your browser", lite.page(name))] if lite.labs([name]) else []
     source = f"{build.repository()}/blob/main/labs/{name}.ipynb"

@@ -2,11 +2,11 @@
 
 Pyodide's core is the npm package that package-lock.json pins. NumPy, compiled for it, is in no registry. It is
 downloaded when the site is made, from the CDN on which Pyodide is released, and compared with the hash in Pyodide's own
-list. Where that is not possible, browsers load it from there. It is then the only file that a page loads from another
-host, and only a `pipeline_lab` or a `layout_lab` that is touched needs it, or a cell that is run.
+list. If that is not possible, browsers load it from the CDN. It is then the only file that a page loads from another
+host, and only when a reader uses a `pipeline_lab` or a `layout_lab`, or runs a cell.
 
-A lab's widget has its own worker, with as few files as it needs. Cells run in another one, with all of tplab but its
-frameworks, and with the packages that website/lite.py writes.
+A lab's widget has its own worker, with as few files as it needs. Cells run in another worker, with all of tplab except
+tplab.torch and tplab.jax, and with the packages that website/lite.py writes.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ HERE = Path(__file__).parent
 CACHE = ROOT / "build" / "pyodide"
 FOLDER = "python"  # of the site
 WORKER = "worker.js"
-CELLS = "cells.py"  # what runs cells there; what they show is drawn by the scripts in cards/
-COUNTED = ("pyodide.asm.wasm", "python_stdlib.zip")  # what is large, and fetched so that its bytes can be counted
+CELLS = "cells.py"  # runs cells there; the scripts in cards/ draw their widgets
+COUNTED = ("pyodide.asm.wasm", "python_stdlib.zip")  # large files, fetched so that their bytes can be counted
 CORE = ("pyodide.mjs", "pyodide.asm.mjs", *COUNTED)
-KINDS = ("PipelineLab", "LayoutLab")  # the widgets for which Python comes
+KINDS = ("PipelineLab", "LayoutLab")  # the widgets that need Python
 STARTS_WITH = ("tplab.widgets.schedule.remote", "tplab.widgets.layouts.remote")
 DATA = (
     "tplab/cost/measured/*.csv",
     "tplab/cost/measured/constants.json",
     "tplab/cost/measured/fabrics.json",
     "tplab/forecast/measured/constants.json",
-)  # what was measured, which they read
+)  # measurements, which they read
 LEFT_OUT = "tplab/widgets/__init__.py"
-"""It imports every widget, and with them ipywidgets. Without it, the folder is a package all the same."""
+"""It imports every widget, and with them ipywidgets. Without it, the folder is still a package."""
 
 
 def write(site: Path, numpy_from_cdn: bool = False) -> None:
-    """Write the folder that a page's worker needs, with NumPy, unless browsers are to load it from the CDN."""
+    """Write the folder for a page's worker, with NumPy unless browsers are to load it from the CDN."""
     package = installed()
     folder = site / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,17 +81,17 @@ def has_numpy(site: Path) -> bool:
 
 
 def version() -> str:
-    """Of Pyodide, as package.json pins it."""
+    """The version of Pyodide that package.json pins."""
     return json.loads((HERE / "package.json").read_text(encoding="utf8"))["dependencies"]["pyodide"]
 
 
 def numpy_from() -> str:
-    """The folder of the CDN on which Pyodide is released: NumPy's file is in it."""
+    """The folder with NumPy's file on the CDN on which Pyodide is released."""
     return f"https://cdn.jsdelivr.net/pyodide/v{version()}/full/"
 
 
 def installed() -> Path:
-    """The folder of the npm package; it is installed if it is not there, or in another version."""
+    """The folder of the npm package, which is installed if it is missing or has another version."""
     package = HERE / "node_modules" / "pyodide"
     about = package / "package.json"
     if not about.is_file() or json.loads(about.read_text(encoding="utf8"))["version"] != version():
@@ -115,7 +115,7 @@ def sources() -> bytes:
 
 
 def data_files() -> list[Path]:
-    """What the modules read besides, relative to the repository."""
+    """The data files that the modules read, relative to the repository."""
     return [file.relative_to(ROOT) for pattern in DATA for file in ROOT.glob(pattern)]
 
 
@@ -132,7 +132,7 @@ def needed(*modules: str) -> list[Path]:
 
 
 def _files(module: str) -> Iterator[Path]:
-    """The file of a module and those of the packages around it. The last part may be a name in a module."""
+    """The files of a module and of its parent packages. The last part may be a name in a module."""
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         path = Path(*parts[:count])
@@ -142,7 +142,7 @@ def _files(module: str) -> Iterator[Path]:
 
 
 def _imports(file: Path) -> Iterator[str]:
-    """What a file of tplab imports of tplab when it is read; what functions import later is not asked for here."""
+    """The modules of tplab that a file of tplab imports when it is loaded, without imports inside functions."""
     waiting: list[ast.AST] = [ast.parse((ROOT / file).read_text(encoding="utf8"))]
     while waiting:
         node = waiting.pop()

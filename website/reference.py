@@ -1,9 +1,9 @@
-"""The pages of reference: every public name, its signature and its docstring, the twins of torch and JAX side by side.
+"""The reference pages: every public name, its signature and its docstring, the twins of torch and JAX side by side.
 
     pages()   path -> Markdown, for all of them
 
-Nothing is written here twice: names come from each package's `__all__`, and the reasons why only one framework has a
-name from the tables in docs/twins.md.
+Nothing is duplicated here: names come from each package's `__all__`, and the reasons why only one framework has a name
+from the tables in docs/twins.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOMS = {
     "training": "Training",
     "checking": "Checking",
 }
-"""The rooms of the frameworks, in the order in which the pages list them; another room comes after them."""
+"""The rooms of the frameworks, in the order of the pages. Other rooms come after them."""
 
 PART_OF = {
     "ranks": "run",
@@ -53,7 +53,7 @@ PART_OF = {
 
 def pages() -> dict[str, str]:
     """Path in the site -> Markdown: a page for each room of the frameworks and each package of the core; an index."""
-    frameworks = {name: import_module(f"tplab.{name}") for name in ("jax", "torch")}  # JAX is told of its devices first
+    frameworks = {name: import_module(f"tplab.{name}") for name in ("jax", "torch")}  # JAX's devices must be set first
     rooms: dict[str, dict[str, dict[str, Any]]] = {}
     for framework in ("torch", "jax"):
         for name in frameworks[framework].__all__:
@@ -70,13 +70,13 @@ def pages() -> dict[str, str]:
 
 
 def room_of(thing: Any) -> str:
-    """The room in which a framework's public name is at home: "comm" for tplab.torch.comm.collectives."""
+    """The room of a framework's public name: "comm" for tplab.torch.comm.collectives."""
     parts = [part for part in str(thing.__module__).split(".")[1:] if part not in ("torch", "jax")]
     return PART_OF.get(parts[0], parts[0])
 
 
 def only_in() -> dict[str, tuple[str, str]]:
-    """Name -> (its framework, why the other has none), from docs/twins.md."""
+    """name -> (its framework, why the other one has no such name), from docs/twins.md."""
     found: dict[str, tuple[str, str]] = {}
     before = ""
     for name, framework, why in rows_under("Names that only"):
@@ -179,7 +179,7 @@ def _constant(name: str, thing: Any, module: ModuleType | None) -> str:
 
 
 def _said_below(name: str, package: ModuleType) -> str:
-    """The string that stands below a constant in the module that makes it, which Python does not keep."""
+    """The string below a constant in the source of the module that defines it, which Python does not keep."""
     folder = Path(inspect.getfile(package)).parent
     for file in sorted(folder.rglob("*.py")):
         for made, below in pairwise(_statements(file)):
@@ -196,7 +196,7 @@ def _statements(file: Path) -> list[ast.stmt]:
 
 
 def signature(name: str, thing: Any, method: bool = False) -> str:
-    """As it is written in the source: annotations without quotes, one parameter per line where one line is too long."""
+    """Signature as in the source: annotations without quotes, and one parameter per line if one line is too long."""
     try:
         found = inspect.signature(thing)
     except (TypeError, ValueError):
@@ -252,14 +252,14 @@ def _members(thing: type) -> Iterable[str]:
 
 
 def _function(member: Any) -> Any:
-    """What is behind a property, a cached property, a class method or a static method."""
+    """The function behind a property, a cached property, a class method or a static method."""
     if isinstance(member, property):
         return member.fget
     return getattr(member, "func", getattr(member, "__func__", member))
 
 
 def _has_own_doc(thing: Any) -> bool:
-    """Whether somebody wrote it: a dataclass without a docstring has its signature for one, a constant its type's."""
+    """Whether it has a written docstring. The default of a dataclass is its signature, and of a constant its type's."""
     doc = getattr(thing, "__doc__", None)
     if not doc or not (inspect.isclass(thing) or inspect.isroutine(thing)):
         return False
@@ -267,7 +267,7 @@ def _has_own_doc(thing: Any) -> bool:
 
 
 def _label(page: str, name: str) -> str:
-    """The place of a name on its page. Sphinx knows no capitals here, and `Gantt` is another name than `gantt`."""
+    """The anchor of a name on its page. Sphinx ignores case here, and `Gantt` differs from `gantt`."""
     return f"{page}-{name}{'-class' if name[0].isupper() else ''}".replace("_", "-").lower()
 
 

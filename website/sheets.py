@@ -1,4 +1,4 @@
-"""The section of docs/clock.md about data sheets: every figure of chips and links, and where it comes from."""
+"""The section of docs/clock.md about data sheets: every figure of chips and links, and its source."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Where the figures come from. "As quoted at" means that we read the figure there 
 
 
 def _linked(source: str) -> str:
-    """Addresses in angle brackets, so that Markdown links them."""
+    """The source with its addresses in angle brackets, so that Markdown links them."""
     words = [
         f"<{word.rstrip(',;.:')}>{word[len(word.rstrip(',;.:')) :]}" if word.startswith("https://") else word
         for word in source.split(" ")

@@ -1,4 +1,4 @@
-"""What the widgets of a lab show. A committed notebook has a picture and a sentence of each, so the lab is run once."""
+"""The states of a lab's widgets. A committed notebook has only a picture and a sentence of each, so the lab is run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKERS = 2  # labs that run at the same time; each may take 1 GB
 
 @dataclass(frozen=True)
 class State:
-    """A widget, as it was when its cell had run.
+    """A widget after its cell has run.
 
     kind      the name of its class: "Animation"
     module    the ES module that draws it
@@ -41,7 +41,7 @@ class State:
 
 @dataclass(frozen=True)
 class Output:
-    """What a cell showed: its data by MIME type, and the widget, if it is one."""
+    """An output of a cell: its data by MIME type, and the widget, if it is one."""
 
     data: dict[str, Any]
     metadata: dict[str, Any]
@@ -49,9 +49,9 @@ class Output:
 
 
 def states(names: Sequence[str]) -> dict[str, dict[str, list[Output]]]:
-    """What each cell of these labs shows, by lab and by the cell's id; labs that have not changed are not run again.
+    """The outputs of each cell of these labs, by lab and cell id. Labs that have not changed are not run again.
 
-    Besides labs, there is OPENING: what the front page shows.
+    OPENING is the name of the front page's programs, in addition to labs.
     """
     files = {name: file_of(name) for name in names}
     missing = [name for name in names if not files[name].is_file()]
@@ -64,14 +64,14 @@ def states(names: Sequence[str]) -> dict[str, dict[str, list[Output]]]:
 
 def _book(name: str) -> nbformat.NotebookNode:
     if name == OPENING:
-        from website import opening  # which reads what is kept here
+        from website import opening  # it imports this module
 
         return opening.book()
     return nbformat.read(build.LABS / f"{name}.ipynb", as_version=4)
 
 
 def _run(name: str) -> dict[str, list[Output]]:
-    """Run the lab in a kernel of its own."""
+    """Run the lab in its own kernel."""
     book = _book(name)
     found: dict[str, list[Output]] = {}
 
@@ -92,7 +92,7 @@ def _run(name: str) -> dict[str, list[Output]]:
 def outputs_of(
     shown: Iterable[Mapping[str, Any]], traits: Mapping[str, Mapping[str, Any]], packed: Mapping[str, Mapping[str, str]]
 ) -> list[Output]:
-    """What a cell showed: its outputs in a notebook; widgets by the traits of their models in the kernel."""
+    """The outputs of a cell in a notebook, with widgets from the traits of their models in the kernel."""
     found = []
     for output in shown:
         if "data" not in output:
@@ -119,7 +119,7 @@ def _state(traits: Mapping[str, Any], packed: Mapping[str, str]) -> State:
 
 
 def file_of(name: str) -> Path:
-    """The file that keeps them, for this lab, this tplab and what they run on, each as it is now."""
+    """The cache file for the current lab, tplab and versions of packages."""
     parts = [cell.source.encode() for cell in _book(name).cells if cell.cell_type == "code"]
     package = sorted(path for path in (ROOT / "tplab").rglob("*") if path.suffix in (".py", ".js", ".css"))
     parts += [path.read_bytes() for path in [*package, *(ROOT / "docs" / name for name in ("ring.py", "train.py"))]]
@@ -132,7 +132,7 @@ def file_of(name: str) -> Path:
 
 
 def keep(file: Path, found: Mapping[str, list[Output]]) -> None:
-    """Keep what the cells of a lab showed, for the next `make site`. What was kept of it before is out of date."""
+    """Keep the outputs of a lab's cells for the next `make site`, and remove older ones."""
     file.parent.mkdir(parents=True, exist_ok=True)
     for old in file.parent.glob(f"{file.stem.rpartition('-')[0]}-*.json"):
         old.unlink()

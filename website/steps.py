@@ -32,7 +32,7 @@ DEEPSEEK = (
 """DeepSeek-V3 as Megatron-Bridge's page has it, on sequences of 4,096 tokens in 8 bit: release, cluster, plan,
 sequences in a step, tokens per second of each GPU."""
 EVERY = 20
-"""Of nanotron's rows one in so many is printed by itself."""
+"""One in this many of nanotron's rows is printed."""
 
 
 @cache
@@ -42,7 +42,7 @@ def ratios() -> dict[Run, float]:
 
 
 def off_by(rows: Iterable[Run]) -> str:
-    """ "2.8, 10 %": half of the forecasts are nearer, and nine of ten."""
+    """ "2.8, 10 %": half of the forecasts are within the first number, and nine of ten within the second."""
     off = [100 * abs(1 / ratios()[run] - 1) for run in rows]
     return f"{np.median(off):.1f}, {np.quantile(off, 0.9):.0f} %"
 
@@ -102,7 +102,7 @@ small; it is also much slower, and the forecast knows that. These are errors wit
 
 
 def megatron() -> str:
-    """Dense models of Megatron and DeepSpeed, and what is behind the errors."""
+    """Dense models of Megatron and DeepSpeed, and the causes of the errors."""
     rows = [run for run in measured.runs() if run.stack in ("megatron", "deepspeed") and not run.model.experts]
     all_cards = replace(STACKS["deepspeed"], cards=None)
     zero = [run for run in rows if run.stack == "deepspeed"]
@@ -167,7 +167,7 @@ def _with_memory(rows: Sequence[Run]) -> str:
 
 
 def experts() -> str:
-    """What is known of the runs of mixtures of experts."""
+    """Runs of mixtures of experts."""
     rows = [run for run in measured.runs() if run.model.experts]
     by = np.array([ratios()[run] for run in rows])
     twins = defaultdict[tuple[str, Plan], list[Run]](list)
@@ -200,7 +200,7 @@ of a row says what a release does.
 
 
 def _deepseek() -> str:
-    """Steps whose rows do not say what was recomputed, so that no class can have them."""
+    """Steps whose rows do not state what was recomputed, so that they are in no class."""
     lines, took = [], {"none": list[float](), "full": list[float]()}
     for release, cluster, plan, batch, rate in DEEPSEEK:
         where = find(cluster, fabric="infiniband-ndr") if cluster == "h100-measured" else find(cluster)
@@ -227,7 +227,7 @@ They took {none} times what is forecast if nothing is recomputed, and {full} tim
 
 
 def _kernels() -> str:
-    """Fused kernels of experts and DeepEP's messages, which are forecast by themselves."""
+    """Fused kernels of experts and DeepEP's messages, which are forecast separately."""
     names = {"fused": "experts", "messages": "DeepEP"}
     lines = [
         [

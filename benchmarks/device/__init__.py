@@ -1,1 +1,1 @@
-"""What only a GPU can show: `python -m benchmarks.device` runs it within eight minutes and writes one small file."""
+"""Checks that need a GPU: `python -m benchmarks.device` runs them within eight minutes and writes one small file."""

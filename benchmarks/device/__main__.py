@@ -32,11 +32,11 @@ TOGETHER = (
     ("clock",),  # alone: nothing else may run while it measures
     ("jax_programs", "attention", "ranks", "nodes", "gpu_tests", "scripts", "recording", "suite"),
 )
-"""The items, in the order in which they start; those of one line run at the same time."""
+"""The items, in the order in which they start. Those of one line run at the same time."""
 SHARE = {"environment": 0.15, "clock": 0.5}
-"""The part of the whole time that an item may take; the last line has what is left."""
+"""The share of the whole time that an item may take. The last line has the rest."""
 MOST_STARTS = 4
-"""How often an item is started again after its process has ended early."""
+"""How often an item is started at most, if its process ends early."""
 ITEMS = [item for line in TOGETHER for item in line]
 RESULT = Path(__file__).parent / "measured.json"
 """The file that docs/clock.md shows."""
@@ -58,7 +58,7 @@ def main() -> int:
     given = parser.parse_args()
     if not given.log and (unknown := [item for item in given.items if item not in ITEMS]):
         parser.error(f"no item is named {', '.join(unknown)}; there are {', '.join(ITEMS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it has started is then stopped, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also stops what it has started
     device = given.device or ("cuda" if _has_gpu() else "cpu")
     out: Path = given.out or (RESULT if device == "cuda" else Path("device.json"))
     if not out.absolute().parent.is_dir():
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def _here(item: str, place: Place, file: Path) -> bool:
-    """Run the checks of an item in this process. False if the rest needs another one."""
+    """Run the checks of an item in this process. Return False if the rest needs another process."""
     log = Log(item, file)
     try:
         name = item if "." in item else f"benchmarks.device.items.{item}"
@@ -104,7 +104,7 @@ def _here(item: str, place: Place, file: Path) -> bool:
 
 
 def _to_its_end(log: Log, place: Place, report: Report, end: float, halt: Event) -> None:
-    """Run an item in processes of its own, until all its checks are over, its time is, or the command is stopped."""
+    """Run an item in its own processes, until all its checks or its time are over, or the command is stopped."""
     try:
         for _ in range(MOST_STARTS):
             if _started(log, place, report, end, halt) or time.monotonic() > end or halt.is_set():
@@ -116,7 +116,7 @@ def _to_its_end(log: Log, place: Place, report: Report, end: float, halt: Event)
 
 
 def _started(log: Log, place: Place, report: Report, end: float, halt: Event) -> bool:
-    """One process of an item. Whether all its checks are over."""
+    """Run one process of an item. Return whether all its checks are over."""
     command = ["-m", "benchmarks.device", log.item, "--log", str(log._file), "--device", place.device]
     with tempfile.TemporaryFile("w+", encoding="utf8", errors="replace") as errors:
         child = process.start([*command, *["--quick"] * place.quick], stdout=errors, stderr=errors)
@@ -167,7 +167,7 @@ def _has_gpu() -> bool:
 
 
 def _commit() -> str:
-    """The commit, and whether there are changes beside it; "unknown" where there is no repository."""
+    """The commit, and whether there are uncommitted changes; "unknown" without a repository."""
     command = ["git", "describe", "--always", "--dirty=, with changes", "--exclude", "*"]
     try:
         return subprocess.run(command, cwd=process.ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""A check on the device: what was tried, how it went, its figures, and how long it took."""
+"""A check on the device: its name, its result, its figures, and how long it took."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.device.process import ROOT
 
 Figures = dict[str, Any]
 LIMIT = 60.0
-"""Seconds that one check may take, if its item does not say otherwise."""
+"""Seconds that one check may take, unless its item sets another limit."""
 MOST_SAID = 2500
-"""Characters of an error that are kept: its beginning and its end."""
+"""Characters of an error that are kept, from its beginning and its end."""
 
 
 class NotRun(Exception):
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """Where checks run.
 
     device   "cuda" or "cpu"
-    quick    tiny sizes, and few of them: to try the command without a GPU
+    quick    tiny sizes, and few of them, to try the command without a GPU
     """
 
     device: str
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A check that is still to be run. `work` returns its figures; it raises where something is wrong.
+    """A check to run. `work` returns its figures, or raises if something is wrong.
 
     limit   seconds after which its process is stopped
     """
@@ -67,7 +67,7 @@ class Check:
 
 
 class Log:
-    """The checks of one item, in a file that is written line by line: if its process is stopped, nothing is lost."""
+    """The checks of one item, in a file that is written line by line: a stopped process loses none."""
 
     def __init__(self, item: str, file: Path):
         self.item, self._file = item, file
@@ -96,7 +96,7 @@ class Log:
 
 
 def run(tasks: Iterator[Task], log: Log) -> bool:
-    """Run all tasks that the log does not know yet. False if the rest needs another process: CUDA refuses this one."""
+    """Run all tasks that the log does not have yet. Return False after a CUDA error: the rest needs another process."""
     done = {check.what for check in log.checks()}
     for task in tasks:
         if task.what in done:
@@ -117,7 +117,7 @@ def run(tasks: Iterator[Task], log: Log) -> bool:
 
 
 def rounded(value: Any) -> Any:
-    """Every float in it with four digits."""
+    """The value with every float in it rounded to four digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
@@ -126,7 +126,7 @@ def rounded(value: Any) -> Any:
 
 
 class Wrong(AssertionError):
-    """What was found is wrong; the figures show how far."""
+    """A result is wrong; the figures show by how much."""
 
     def __init__(self, text: str, figures: Figures):
         super().__init__(text)
@@ -134,8 +134,7 @@ class Wrong(AssertionError):
 
 
 def shortened(text: str, most: int = MOST_SAID) -> str:
-    """The beginning and the end of a text that is too long; its last lines say most. Files of the repository are named
-    from its root."""
+    """The beginning and the end of a text that is too long, mostly the end. Paths are relative to the repository."""
     text = text.replace(f"{ROOT}{os.sep}", "")
     if len(text) <= most:
         return text

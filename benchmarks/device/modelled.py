@@ -1,4 +1,4 @@
-"""What the modelled clock says that a program takes, on clusters of the chip that it is measured on."""
+"""The modelled clock's time of a program, on clusters of the chip on which it is measured."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Clusters(NamedTuple):
 
     @classmethod
     def here(cls) -> Clusters:
-        """Those of this machine's chip; where tplab has none, those of an H100."""
+        """The clusters of this machine's chip, or of an H100 if tplab has none."""
         name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
         chip = next((chip for chip in CHIPS if chip in name and f"{chip}-measured" in cost.NAMED), "h100")
         return cls(f"{chip}-measured", chip)
 
 
 def modelled(program: Callable[..., Any], args: Sequence[Any], cluster: str, device: str) -> Seconds:
-    """The program on one simulated rank. With device "meta" its tensors have no numbers."""
+    """The modelled time of the program on one simulated rank. With device "meta" its tensors have no numbers."""
     trace = run(program, ALONE, *args, cluster=cluster, device=device, keep_values=0).trace
     takes = {"forward": 0.0, "backward": 0.0}
     for event in trace.events:

@@ -1,4 +1,4 @@
-"""What people write in plain torch, to be measured and modelled: a transformer block, a small GPT, experts."""
+"""Models in plain torch, to be measured and modelled: a transformer block, a small GPT, experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SmallGPT(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts as most libraries compute them: rows in the order of their experts, and one product for all of them.
+    """Experts as most libraries compute them: rows sorted by expert, and one product for all of them.
 
     x [T, D] -> [T, D]; each token's k experts have equal shares, and token t chooses experts t k, t k + 1, .., so that
     loads are equal
@@ -72,7 +72,7 @@ class Mixture(nn.Module):
 
 
 def trained(model: nn.Module, x: Tensor) -> Tensor:
-    """Forward and backward, with new gradients."""
+    """Run the forward and the backward pass, with new gradients."""
     model.zero_grad(set_to_none=True)
     y = model(x)
     (y if y.dim() == 0 else y.float().square().mean()).backward()

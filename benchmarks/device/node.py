@@ -1,4 +1,4 @@
-"""What each rank does in a check of several nodes: `torchrun .. -m benchmarks.device.node OUT RANKS`."""
+"""The program of each rank in a check of several nodes: `torchrun .. -m benchmarks.device.node OUT RANKS`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tplab.errors import TplabError
 def collectives(x: Tensor, mine: Tensor) -> list[Tensor]:
     """Every collective with its gradient, from x [R R 2, 3]; and an uneven all_to_all, gather and all_gather."""
     ranks, index = tt.axis_size("tp"), tt.axis_index("tp")
-    sizes = [(index + other) % ranks for other in range(ranks)]  # to each position, and as many from it
+    sizes = [(index + other) % ranks for other in range(ranks)]  # to each position, and equally many from it
     dealt = torch.cat([mine, mine])[: sum(sizes)]
     sums = [
         tt.all_reduce(x, "tp"),
@@ -40,7 +40,7 @@ def collectives(x: Tensor, mine: Tensor) -> list[Tensor]:
 
 
 def overlapped(x: Tensor) -> Tensor:
-    """A collective beside much work of the same rank, on tensors that are freed while it is on its way."""
+    """A collective during much work of the same rank, on tensors that are freed while it is in flight."""
     total = torch.zeros_like(x)
     for step in range(20):
         flight = tt.start(tt.all_reduce, x * (step + tt.axis_index("tp")), "tp")
@@ -59,7 +59,7 @@ def sharded(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 
 def arguments(ranks: int, dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Tensor, ...], dict[str, Any]]]:
-    """Programs by name, with what they are given and how it is cut."""
+    """name -> (program, its arguments, the options of `run`)"""
     generator = torch.Generator().manual_seed(ranks)
 
     def drawn(*shape: int) -> Tensor:
@@ -76,7 +76,7 @@ def arguments(ranks: int, dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Tens
 
 
 def in_pairs(x: Tensor) -> list[Tensor]:
-    """Messages round the ring, up and down, several at a time; those of a group of one are waited for in any order."""
+    """Several messages at a time around the ring, in both directions, and in a group of one; awaited in any order."""
     ranks, index = tt.axis_size("tp"), tt.axis_index("tp")
     found = [tt.start(tt.all_reduce, x * k, "dp") for k in range(3)]
     for k in range(3):
@@ -106,7 +106,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def results(mesh: Mesh) -> dict[str, Any]:
-    """What the programs return on every rank of `mesh`, on the CPU."""
+    """The programs' results on every rank of `mesh`, moved to the CPU."""
     found: dict[str, Any] = {}
     for dtype in DTYPES:
         for name, (program, given, about) in arguments(mesh.axis_size("tp"), dtype).items():
@@ -116,7 +116,7 @@ def results(mesh: Mesh) -> dict[str, Any]:
 
 
 def errors(mesh: Mesh) -> dict[str, str]:
-    """What running each fault ends with; in between, a program that is right."""
+    """The error of each fault, and after it the result of a correct program."""
     found = {}
     for name, fault in FAULTS.items():
         try:

@@ -1,10 +1,10 @@
-"""A plugin of pytest: tests that know nothing of GPUs run their simulated ranks on one.
+"""A pytest plugin: ordinary tests run their simulated ranks on a GPU.
 
     python -m pytest -p benchmarks.device.plugin --ranks-on cuda --told FILE tests/layers
 
-With --ranks-on, `tplab.torch.run` puts arguments and ranks on that device, makes new tensors there, and gives results
-back on the CPU, where the test compares them. A module's first weights are those that the CPU draws from the same seed:
-a test makes the module again outside, for comparison. --told writes a line of JSON for each test that is over.
+With --ranks-on, `tplab.torch.run` puts arguments and ranks on that device, creates new tensors there, and returns
+results on the CPU, where the test compares them. A module's initial weights are those that the CPU draws from the same
+seed, since a test creates the module again outside for comparison. --told writes a line of JSON per finished test.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
         tplab.torch.run = ranks_on(device, tplab.torch.run)
     file = config.getoption("--told")
-    if file is not None and not hasattr(config, "workerinput"):  # under xdist, the process that hears of all tests
+    if file is not None and not hasattr(config, "workerinput"):  # under xdist, only the process with all reports
         config.pluginmanager.register(_Told(file))
 
 
 def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, for tensors of the CPU, with its ranks on another device."""
+    """`run` with its ranks on another device, and its results on the CPU."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -66,12 +66,12 @@ def ranks_on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def drawn_on_the_cpu() -> Iterator[None]:
-    """Inside, tensors are filled with numbers of the CPU's generator: a GPU's draws others from the same seed."""
+    """Fill tensors inside from the CPU's generator, since a GPU's draws other numbers from the same seed."""
     import torch
 
     from tplab.torch.private import no_dispatch
 
-    names = ("uniform_", "normal_")  # what modules fill their first weights with
+    names = ("uniform_", "normal_")  # the functions that initialise modules' weights
 
     def drawn(fill: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(fill)
@@ -111,7 +111,7 @@ class _Told:
 
 
 def _said(report: Any) -> str:
-    """What went wrong in one sentence, or why a test was skipped."""
+    """The error in one sentence, or why a test was skipped."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         return f"{crash.message[:500]} ({Path(crash.path).name}:{crash.lineno})"

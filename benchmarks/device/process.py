@@ -1,4 +1,4 @@
-"""Commands that may hang: each has a limit, after which it and all that it has started are stopped."""
+"""Commands that may hang: each has a time limit, after which it and all its children are stopped."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Done(NamedTuple):
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for another one, which imports tplab from here, shares the GPU with others,
-    and meets its own kind on this machine alone, also where that has no name in any network."""
+    """This process's environment for another one that imports tplab from here, shares the GPU with others, and connects
+    to its peers through the loopback interface, since the machine may have no name in any network."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     lo = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "OMP_NUM_THREADS": "2"}
@@ -39,13 +39,13 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def start(command: Sequence[str], more: Mapping[str, str] | None = None, **options: object) -> subprocess.Popen[str]:
-    """Start Python with these arguments, as the first of a group of processes."""
+    """Start Python with these arguments, as the leader of a process group."""
     where = {"cwd": ROOT, "env": environment(more), "start_new_session": True, "text": True}
     return subprocess.Popen([sys.executable, *command], **(where | options))  # type: ignore[call-overload]
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """End a process and its group, first politely: torchrun then ends its workers, which are in other groups."""
+    """End a process and its group, first with SIGTERM, so that torchrun ends its workers, which have other groups."""
     for number, patience in ((signal.SIGTERM, 3), (signal.SIGKILL, 10)):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -61,11 +61,11 @@ def run(command: Sequence[str], limit: float, more: Mapping[str, str] | None = N
 def together(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str] | None]], limit: float, cwd: Path = ROOT
 ) -> list[Done]:
-    """Run several at the same time, each with more of an environment; at the limit all that still run are stopped."""
+    """Run several commands at the same time, each with more environment variables, and stop all at the limit."""
     processes = [start(command, more, stdout=PIPE, stderr=PIPE, cwd=cwd) for command, more in commands]
     end = time.monotonic() + limit
     try:
-        with ThreadPoolExecutor(len(processes)) as pool:  # one that has filled its pipe would wait for ever
+        with ThreadPoolExecutor(len(processes)) as pool:  # one with a full pipe would wait forever
             return list(pool.map(lambda process: _ended(process, end), processes))
     except BaseException:
         for process in processes:

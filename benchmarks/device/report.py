@@ -1,4 +1,4 @@
-"""The file that a run leaves: about the machine, and every check, each on a line of its own."""
+"""The file that a run writes: about the machine, and one line per check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BYTES = 60_000
 
 
 def text_of(about: Mapping[str, Any], checks: Iterable[Check]) -> str:
-    """JSON of at most 60 kB: if there is too much, long errors are shortened."""
+    """JSON of at most 60 kB; long errors are shortened if necessary."""
     rows = [asdict(check) for check in checks]
     for most in (2500, 1200, 600, 300, 100):
         for row in rows:
@@ -29,20 +29,20 @@ def text_of(about: Mapping[str, Any], checks: Iterable[Check]) -> str:
 
 
 def read(file: Path) -> tuple[dict[str, Any], list[Check]]:
-    """What `text_of` has written: about the machine, and the checks."""
+    """Parse the output of `text_of`: (about the machine, the checks)."""
     whole = json.loads(file.read_text(encoding="utf8"))
     return whole["about"], [Check(**row) for row in whole["checks"]]
 
 
 class Report:
-    """The file, written again whenever an item has more checks."""
+    """The file, rewritten whenever an item has more checks."""
 
     def __init__(self, file: Path, about: Mapping[str, Any], order: Iterable[str]):
         self._file, self._about, self._lock = file, dict(about), Lock()
         self._items: dict[str, list[Check]] = {item: [] for item in order}
 
     def keep(self, file: Path, again: Iterable[str]) -> None:
-        """Keep what an earlier run has written, except for the items that are run again."""
+        """Keep the results of an earlier run, except for the items that are run again."""
         about, checks = read(file)
         if about["commit"] != self._about["commit"]:
             self._about["commit"] = f"{about['commit']} ({', '.join(again)}: {self._about['commit']})"
@@ -55,7 +55,7 @@ class Report:
         return [check for checks in self._items.values() for check in checks]
 
     def put(self, item: str, checks: list[Check]) -> None:
-        """All checks of an item, so far. What "environment" has found is about the machine."""
+        """Set an item's checks so far. The figures of "environment" are about the machine."""
         if checks == self._items[item]:
             return
         self._items[item] = checks
@@ -63,7 +63,7 @@ class Report:
         self.write(**{name: value for check in about for name, value in check.figures.items()})
 
     def write(self, **about: Any) -> None:
-        """Write the file again, with more about the machine or the run."""
+        """Rewrite the file, with more about the machine or the run."""
         with self._lock:
             self._about |= about
             beside = self._file.with_name(f"{self._file.name}.part")

@@ -1,4 +1,4 @@
-"""The project's own tests on the device, in a pytest of their own: how many passed, and what the others say."""
+"""The project's own tests on the device, in a separate pytest: how many passed, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MIXED = (
     "Cannot copy", "device(type=",
 )
 # fmt: on
-"""What an error says if a test mixes tensors of its own, on the CPU, with those of its ranks."""
+"""Texts of errors in tests that mix their own tensors, on the CPU, with those of their ranks."""
 
 
 def run(paths: Sequence[str], limit: float, *more: str, workers: int = 0, device: str | None = None) -> Figures:
-    """The tests in these files. With `device`, tests that know nothing of it run their ranks there.
+    """Run the tests in these files. With `device`, ordinary tests run their ranks there.
 
-    Raises Wrong where a test fails, except by mixing devices, which only says that the test cannot be run there.
+    Raises Wrong if a test fails, unless it mixes devices, which only means that the test cannot run there.
     """
     if find_spec("pytest") is None or find_spec("hypothesis") is None:
         raise NotRun("pytest or hypothesis is not there")

@@ -1,4 +1,4 @@
-"""How long something takes on the device: the median of several samples, after a warm-up."""
+"""Durations on the device: the median of several samples, after a warm-up."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 Work = Callable[[], object]
 SAMPLE = 0.004
-"""Seconds that one sample should last at least, so that the clock's own steps do not count."""
+"""The least seconds of a sample, so that the clock's resolution does not matter."""
 SAMPLES = 7
 MOST_CALLS = 400
 
 
 def eager_seconds(work: Work, device: str) -> float:
-    """One call, as Python starts it, with others right before and after it."""
+    """The time of one call launched from Python, in a sequence of calls."""
     samples = _cuda_samples if device == "cuda" else _cpu_samples
     samples(work, 1, 2)  # libraries are loaded, and algorithms chosen
     once = min(samples(work, 1, 2))
@@ -25,7 +25,7 @@ def eager_seconds(work: Work, device: str) -> float:
 
 
 def kernel_seconds(work: Work, device: str) -> float:
-    """One call without Python: a CUDA graph of several, replayed. On the CPU, the same as `eager_seconds`."""
+    """The time of one call without Python, from a replayed CUDA graph of several. On the CPU, `eager_seconds`."""
     if device != "cuda":
         return eager_seconds(work, device)
     beside = torch.cuda.Stream()

@@ -22,8 +22,8 @@ _OWN = ("share", "narrow", "start", "written")
 _BEGIN = {"share": 0.65, "narrow": 0.75, "start": 1.2e-5, "written": 0.2}
 _EXTRA = 450.0
 Fitted = tuple[Attention, float]
-"""The kernels, and the share of the memory bandwidth with which keys and values are written to a cache. Training writes
-none, so that this is not part of a forecast."""
+"""(the kernel, the share of the memory bandwidth with which keys and values are written to a cache). Training writes
+none, so the latter is not part of a forecast."""
 
 
 def fit_attention(rows: Mapping[str, Sequence[Prompt]]) -> dict[str, Fitted]:
@@ -64,12 +64,12 @@ def attention_errors(rows: Sequence[Prompt], fitted: Fitted) -> Array:
 
 
 def stored(kind: str) -> Fitted:
-    """The constants that the package has."""
+    """The constants in the package."""
     return Attention(**constants()["attention"][kind][-1]), constants()["written"][kind]
 
 
 def hold_out() -> dict[str, Error]:
-    """The errors on rows that a fit has not seen: a third at a time."""
+    """The errors on rows that were held out, a third at a time."""
     off: dict[str, list[float]] = {kind: [] for kind in CHIPS}
     for part in range(3):
         is_out = {kind: [third(i, 0) == part for i in range(len(prompts(kind)))] for kind in CHIPS}
@@ -90,7 +90,7 @@ _OF_2023 = {"A100": ("a100", A100), "H800": ("h100", H100)}
 
 
 def _ideal(gpu: str) -> tuple[float, float]:
-    """Seconds of these FLOPs without a ring, forward and backward."""
+    """The seconds of these FLOPs without a ring, forward and backward."""
     of = {row.passes: row.ideal for row in ring_attention() if (row.api, row.gpu) == ("batch", gpu)}
     return of["fwd"], of["fwd+bwd"] - of["fwd"]
 
@@ -101,13 +101,13 @@ def reached(gpu: str) -> float:
 
 
 def backward_share() -> float:
-    """What is reached backward as a share of what is reached forward: the mean of both GPUs. Nobody has published the
-    same of newer kernels, for which it serves too."""
+    """The FLOP/s reached backward relative to those reached forward: the mean of both GPUs. No such rows of newer
+    kernels are published, so these use it too."""
     return float(np.mean([AGAIN * there / back for there, back in map(_ideal, _OF_2023)]))
 
 
 def of_2023(newest: Attention) -> dict[str, Attention]:
-    """FlashAttention 2: the share is fitted; what these long sequences do not tell is that of `newest`."""
+    """FlashAttention 2: the share is fitted, and constants that long sequences do not show are those of `newest`."""
     found = {}
     for gpu, (kind, _) in _OF_2023.items():
         share = reached(gpu) * (1 + 2 * newest.extra / 65536)
@@ -116,7 +116,7 @@ def of_2023(newest: Attention) -> dict[str, Attention]:
 
 
 def found_all() -> dict[str, Any]:
-    """All constants, as they are written: each GPU's kernels, the newest last."""
+    """All constants for the file: each GPU's kernels, the newest last."""
     fitted = fit_attention({kind: prompts(kind) for kind in CHIPS})
     old = of_2023(fitted["h100"][0])
     kernels = {"a100": [old["a100"]], "h100": [old["h100"], fitted["h100"][0]], "b200": [fitted["b200"][0]]}

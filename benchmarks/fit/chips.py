@@ -41,7 +41,7 @@ _BEGIN = {
 
 
 def fit_collectives(rows: Sequence[Collective], rounds: int = 3) -> dict[str, Nccl]:
-    """The constants of every kind of GPU in `rows`, together with the ratios that they share."""
+    """The constants of every kind of GPU in `rows`, with the ratios that they share."""
     kinds = sorted({row.gpu for row in rows})
     of = {kind: [row for row in rows if row.gpu == kind] for kind in kinds}
     switch = dict.fromkeys(kinds, 2.2 * MIB)
@@ -81,7 +81,7 @@ def fit_collectives(rows: Sequence[Collective], rounds: int = 3) -> dict[str, Nc
 def _nccl(kind: str, own: Array, ratios: Array, switch: float) -> Nccl:
     values: dict[str, Any] = dict(zip(_OWN, np.exp(own).tolist()))
     if kind == "a100":
-        values["in_switch"] = 0.0  # its switch does not add
+        values["in_switch"] = 0.0  # its switch does no reductions
     return Nccl(**values, switch=switch, ratios=Ratios(*np.exp(ratios).tolist()))
 
 
@@ -98,7 +98,7 @@ def collective_errors(rows: Sequence[Collective], fitted: Mapping[str, Nccl]) ->
 
 
 def hold_out() -> dict[str, dict[str, dict[str, Error]]]:
-    """For each way to leave rows out, and for each table: the errors on rows that were left out, by kind of GPU."""
+    """way to hold rows out -> table -> kind of GPU -> the errors on rows that were held out"""
     found: dict[str, dict[str, dict[str, Error]]] = {}
     rows = collectives()
     ways = {
@@ -120,7 +120,7 @@ def hold_out() -> dict[str, dict[str, dict[str, Error]]]:
 
 
 def fit_all() -> dict[str, Any]:
-    """All constants, as they are written."""
+    """All constants for the file."""
     fitted = fit_collectives(collectives())
     ratios = next(iter(fitted.values())).ratios._asdict()
     del ratios["peer_ramp"]
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _print_seen(found: Mapping[str, Any]) -> None:
-    """Errors on the very rows that were fitted."""
+    """Print errors on the fitted rows themselves."""
     ratios = Ratios(**found["ratios"])
     fitted = {kind: Nccl(**values, ratios=ratios) for kind, values in found["nccl"].items()}
     off = dict(zip(collectives(), collective_errors(collectives(), fitted)))

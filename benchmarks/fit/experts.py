@@ -1,6 +1,6 @@
-"""Fits what fused kernels of experts take, and DeepEP's messages inside a node: `tplab.forecast.experts`.
+"""Fits times of fused kernels of experts, and of DeepEP's messages inside a node: `tplab.forecast.experts`.
 
-    python -m benchmarks.fit.experts            fit, and print errors of rows that a fit has not seen
+    python -m benchmarks.fit.experts            fit, and print errors of rows that were held out
     python -m benchmarks.fit.experts --write    and write constants and errors to tplab/forecast/measured/experts.json
 
 Errors are of thirds of the models (hidden features, experts, choices), each by constants fitted to the other two.
@@ -25,17 +25,17 @@ from tplab.forecast.experts import CONSTANTS, Fused, Messages, Work, sent, work_
 
 SCALE = 0.1
 STARTS = 8
-"""From how many places a fit begins: the best is kept."""
+"""The number of starting points of a fit, of which the best result is kept."""
 BEGIN = {
     "fused": Fused(3e-5, 1e12, 4e14, 2.0, 1e-12, 1e-12, 1e-7),
     "messages": Messages(2e-5, 1e-12, 3e-12, 1e-7, 1e-11),
 }
 DTYPES = {"bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "fp8_block": "float8_e4m3fn"}
-"""What the clock calls them."""
+"""The clock's names of dtypes."""
 
 
 class Row(NamedTuple):
-    """One measurement: chip, dtype or kernel, name of the kernel or way; what it was given; seconds."""
+    """One measurement: chip, dtype or kernel, name of the kernel or direction, inputs, and seconds."""
 
     chip: str
     kind: str
@@ -90,7 +90,7 @@ def off(kind: type[Any], constants: Any, rows: Sequence[Row]) -> Array:
 
 
 def parts(rows: Sequence[Row]) -> Array:
-    """Which third each row is in: all rows of one model are in the same one."""
+    """The third that each row is in. All rows of one model are in the same third."""
     models = [row.given[1:2] + row.given[3:4] if len(row.given) > 4 else row.given[1:] for row in rows]
     known = list(dict.fromkeys(models))
     shuffled = np.random.default_rng(33).permutation(len(known)) % 3
@@ -98,7 +98,7 @@ def parts(rows: Sequence[Row]) -> Array:
 
 
 def by_matmuls(row: Row) -> float:
-    """What the clock's matmuls take, as in a training step: with equal loads, the weights of every expert."""
+    """Seconds of the clock's matmuls, as in a training step: equal loads, with the weights of every expert."""
     tokens, hidden, ffn, routing, ep, _ = row.given
     of, each = find(f"{row.chip.lower()}-measured").chip.matmul_seconds, -(-tokens * routing.top_k // routing.experts)
     how = DTYPES[row.kind], routing.experts // ep

@@ -1,18 +1,18 @@
-"""Fits the networks between nodes to what was measured on them, and prints their errors.
+"""Fits the networks between nodes to measurements on them, and prints their errors.
 
     python -m benchmarks.fit.fabrics            fit, and print constants and errors
     python -m benchmarks.fit.fabrics --write    and write them to tplab/cost/measured/fabrics.json
 
-playbook         collectives of 256 MB, and the training steps of the same cluster on up to 32 nodes: those send smaller
-                 messages, whose latency no collective of 256 MB shows. A step needs two constants of its stack as well;
-                 they are fitted beside, and thrown away (`benchmarks.fit.steps` fits them again)
+playbook         collectives of 256 MB, and the training steps of the same cluster on up to 32 nodes, which send smaller
+                 messages, whose latency no collective of 256 MB shows. A step also needs two constants of its stack;
+                 they are fitted too, and discarded (`benchmarks.fit.steps` fits them again)
 efa-p5           all_reduce and all_to_all of many sizes
 infiniband-ndr   two sizes of DeepEP's all_to_all. A hop is NCCL's own constant for InfiniBand with its protocol Simple
                  (src/graph/tuning.cc); with it two nodes take 43 us for few bytes, where 46 to 48 were measured
                  (NVIDIA/nccl, issue 1244)
 
-The errors are those on rows that a fit has not seen: all rows of one number of nodes at a time. Two rows cannot be left
-out of a fit of two constants, so InfiniBand has none.
+The errors are those on rows that were held out: all rows of one number of nodes at a time. No row can be held out of
+two rows for two constants, so InfiniBand has no errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tplab.forecast.stacks import find_stack
 MOST_NODES = 32
 """On more nodes the playbook's steps take up to twice as long as on half of them: software, or chance."""
 WEIGHT = 0.3
-"""How much a collective of 256 MB counts beside a training step: the band around its mean is up to 14 times wide."""
+"""The weight of a collective of 256 MB relative to a training step: its measurements spread by a factor of up to 14."""
 HOP = 14e-6
 PLAYBOOK = {"reached": 0.8, "fall": 0.3, "hop": 45e-6, "tree": 0.6e-3, "factor": 1.3, "host": 4e-3}
 EFA = {"reached": 0.7, "fall": 0.2, "hop": 40e-6, "tree": 0.1e-3, "by_peers": 0.8, "peer": 6e-6}
@@ -59,7 +59,7 @@ def rows_of(key: str) -> list[Between]:
 
 
 def _fabric(key: str, values: Mapping[str, float]) -> Fabric:
-    """A fabric of these constants. Where they are not given, `near` is `hop`, and all_to_all reaches what rings do."""
+    """A fabric of these constants. By default, `near` is `hop`, and all_to_all reaches the bandwidth of rings."""
     of: dict[str, Any] = {name: value for name, value in values.items() if name in Fabric.__slots__}
     if key != "infiniband-ndr":
         of = {"near": of["hop"], "begin": 0.0 if "peer" in of else of["hop"], "by_peers": of["reached"]} | of
@@ -75,7 +75,7 @@ NAMES = {"playbook": "the playbook's network", "efa-p5": "EFA", "infiniband-ndr"
 
 
 def fit_rows(key: str, begin: Mapping[str, float], rows: Sequence[Between]) -> Fabric:
-    """The constants that `begin` names, on collectives alone."""
+    """Fit the constants that `begin` names, to collectives only."""
 
     def residuals(theta: Array) -> Array:
         return np.log1p(errors(key, _fabric(key, dict(zip(begin, np.exp(theta).tolist()))), rows))
@@ -107,7 +107,7 @@ def fit_playbook(rows: Sequence[Between], runs: Sequence[Run]) -> Fabric:
 
 
 def fit(key: str, left_out: int = 0) -> Fabric:
-    """A fabric, fitted to what was measured on it but for the rows on `left_out` nodes."""
+    """A fabric, fitted to its measurements except for the rows on `left_out` nodes."""
     rows = [row for row in rows_of(key) if row.nodes != left_out]
     if key == "playbook":
         return fit_playbook(rows, [run for run in steps() if run.plan.ranks != 8 * left_out])
@@ -115,7 +115,7 @@ def fit(key: str, left_out: int = 0) -> Fabric:
 
 
 def hold_out(key: str) -> list[float]:
-    """The errors on rows that were left out: those of each number of nodes in turn."""
+    """The errors on rows that were held out: those of each number of nodes in turn."""
     numbers = sorted({row.nodes for row in rows_of(key)})
     fitted = {number: fit(key, number) for number in numbers}
     return [
@@ -124,7 +124,7 @@ def hold_out(key: str) -> list[float]:
 
 
 def constants(fabric: Fabric) -> dict[str, Any]:
-    """As they are written."""
+    """The constants of a fabric for the file."""
     found = {name: rounded(value) if isinstance(value, float) else value for name, value in asdict(fabric).items()}
     return {name: value for name, value in found.items() if value != 0}
 

@@ -1,4 +1,4 @@
-"""What fits have in common: errors in brief, and the file that constants are written to."""
+"""Common parts of all fits: summaries of errors, and writing constants to a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def summary(errors: Sequence[float]) -> Error:
 
 
 def third(place: int, seed: int) -> int:
-    """Which third of the rows a row is in, as if they had been shuffled."""
+    """The random third of the rows that a row is in."""
     return int(np.random.default_rng((seed, place)).integers(3))
 
 
 def rounded(value: float) -> float:
-    """With four digits, as constants are written."""
+    """The value with four digits, as constants are written."""
     return float(f"{value:.4g}") if value > 1e-13 else 0.0
 
 
@@ -36,7 +36,7 @@ def print_errors(title: str, errors: Mapping[str, Error]) -> None:
 
 
 def write(file: Path, found: Mapping[str, Any]) -> None:
-    """Put constants into a file of them: what is found replaces what has its name, and all else stays."""
+    """Write constants into a file, where they replace those of the same names. All others stay."""
     stored = json.loads(file.read_text(encoding="utf-8"))
     for name, value in found.items():
         stored[name] = stored[name] | value if name == "errors" else value

@@ -17,16 +17,16 @@ from tplab.cost.measured import MULTIPROCESSORS, constants, kernels_of
 
 CHIPS = {"a100": A100, "h100": H100, "b200": B200}
 IN_8_BIT = ("h100", "b200")
-"""Where matmuls in 8 bit were measured."""
+"""The chips on which matmuls in 8 bit were measured."""
 _BEGIN = {"flops": 0.85, "bandwidth": 0.8, "load": 1e11, "finish": 3e-6 / 32768, "start": 2.5e-6, "split": 2.5e-6}
 _OWN = ("flops", "bandwidth", "load", "finish")
 _RESIDENT = 0.5
 
 
 class Conversion(NamedTuple):
-    """What converting the left matrix [m, k] to 8 bit takes: start + m row + m k bytes / bandwidth.
+    """Seconds to convert the left matrix [m, k] to 8 bit: start + m row + m k bytes / bandwidth.
 
-    Training libraries convert elsewhere, and together with other work. So this is not part of a forecast.
+    Training libraries convert elsewhere, together with other work, so this is not part of a forecast.
     """
 
     start: float
@@ -38,7 +38,7 @@ Fitted = tuple[Kernels, Conversion]
 
 
 def fit_matmuls(rows: Mapping[str, Sequence[Matmul]]) -> dict[str, Kernels]:
-    """In 16 bit. A100 and H100 share START, SPLIT and RESIDENT; a B200 has its own START and SPLIT."""
+    """The kernels in 16 bit. A100 and H100 share START, SPLIT and RESIDENT; a B200 has its own START and SPLIT."""
     kinds = sorted(set(rows) - {"b200"})
     begin = [*([_BEGIN[name] for name in _OWN] * len(kinds)), _BEGIN["start"], _BEGIN["split"], _RESIDENT]
 
@@ -67,7 +67,7 @@ def fit_matmuls(rows: Mapping[str, Sequence[Matmul]]) -> dict[str, Kernels]:
 
 
 def fit_8_bit(kind: str, rows: Sequence[Matmul], kernels: Kernels) -> Fitted:
-    """In 8 bit: a kernel starts as in 16 bit, and memory is as fast."""
+    """The kernels in 8 bit: they start as in 16 bit, and memory is equally fast."""
     names = ("flops", "load", "finish", "split")
     begin = np.log([*(_BEGIN[name] for name in names), 4e-6, 1e-9, 3.0])
 
@@ -105,12 +105,12 @@ def errors_in_8_bit(kind: str, fitted: Fitted, rows: Sequence[Matmul] | None = N
 
 
 def stored(kind: str) -> Fitted:
-    """The constants in 8 bit that the package has."""
+    """The constants in the package, with those in 8 bit."""
     return kernels_of(kind, constants()), Conversion(**constants()["converted"][kind])
 
 
 def hold_out() -> dict[str, dict[str, Error]]:
-    """The errors on rows that a fit has not seen: a third of them at a time."""
+    """The errors on rows that were held out, a third at a time."""
     off: dict[str, dict[str, list[float]]] = {name: {} for name in ("matmuls", "matmuls in 8 bit")}
     for part in range(3):
         kernels = fit_matmuls({kind: _part(matmuls(kind), part, False) for kind in CHIPS})
@@ -128,7 +128,7 @@ def _part(rows: Sequence[Matmul], part: int, is_out: bool) -> list[Matmul]:
 
 
 def found_all() -> dict[str, Any]:
-    """All constants, as they are written."""
+    """All constants for the file."""
     kernels = fit_matmuls({kind: matmuls(kind) for kind in CHIPS})
     narrow = {kind: fit_8_bit(kind, matmuls(kind, 8), kernels[kind]) for kind in IN_8_BIT}
     return {

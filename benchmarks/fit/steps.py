@@ -1,16 +1,16 @@
-"""Fits what forecasts of a training step need beyond the clock, and how far off they are, class by class.
+"""Fits the constants that forecasts of a training step need beyond the clock, and their errors, class by class.
 
     python -m benchmarks.fit.steps            fit, and print constants and errors
     python -m benchmarks.fit.steps --write    and write the constants to tplab/forecast/measured/constants.json
 
-Fitted are: of nanotron a factor and the host; of Megatron a factor, one of a B200 in 16 bit, and what a layer of
-experts takes longer on each chip; of torch FSDP a factor, the host and its share of attention's speed, and compiled a
-factor.
+The constants are: of nanotron, a factor and the host; of Megatron, a factor, another one on a B200 in 16 bit, and the
+extra time of a layer of experts on each chip; of torch FSDP, a factor, the host and its share of attention's speed; of
+compiled FSDP, a factor.
 Logarithms of constants are fitted to logarithms of times, with a loss that grows linearly for outliers.
 
-Errors are of rows that a fit has not seen: in each of five folds the constants are fitted to the other four, and to
-nothing else. Of every class (`tplab.forecast.classes`) they give an interval, in which nine of ten steps are: by
-quantiles where there are 20 rows or more, and as Student's t says where there are fewer.
+Errors are of rows that were held out: for each of five folds, the constants are fitted to the other four only. For each
+class (`tplab.forecast.classes`) they give an interval that contains nine of ten steps: from quantiles if there are 20
+rows or more, and from Student's t if there are fewer.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tplab.forecast.step import Step, seconds_of, step
 FOLDS = 5
 MANY = 20
 HOST = 1e-3
-"""s per layer where no run tells: about two hundred kernels, each started in 5 us."""
+"""Seconds per layer if no run determines them: about two hundred kernels, each launched in 5 us."""
 T95 = (0, 6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
        1.746, 1.740, 1.734, 1.729, 1.725)  # fmt: skip
-"""Student's t: 95 % are below, by degrees of freedom."""
+"""The 95 % quantile of Student's t, by degrees of freedom."""
 
 
 @cache
@@ -55,8 +55,8 @@ def forecast_of(run: Run, stack: Stack | None = None) -> Step:
 
 
 def ratios(rows: Iterable[Run], stack: Stack | None = None, on: Cluster | None = None) -> np.ndarray:
-    """measured / forecast of each run, with this stack and `on` this cluster in place of its own. All together are
-    forecast in half the time of one after the other."""
+    """measured / forecast of each run, with this stack and cluster instead of its own, if given. Forecasting all
+    together takes half the time of one after the other."""
     rows = list(rows)
     blocks = [
         Block.of_plan(
@@ -69,8 +69,8 @@ def ratios(rows: Iterable[Run], stack: Stack | None = None, on: Cluster | None =
 
 
 def regret(rows: Iterable[Run]) -> list[float]:
-    """For every model and number of GPUs: by which share the run that the forecast takes for the fastest was slower
-    than the fastest one."""
+    """For every model and number of GPUs, how much slower than the fastest run the one with the fastest forecast was,
+    as a share."""
     cells: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for run in rows:
         cells[run.model.name, run.plan.ranks].append((forecast_of(run).seconds, run.seconds))
@@ -81,9 +81,9 @@ def regret(rows: Iterable[Run]) -> list[float]:
 
 
 def fit_stack(rows: Sequence[Run], stack: Stack, begin: Mapping[str, float], scale: float) -> dict[str, float]:
-    """The constants of a stack that `begin` names, with which the runs come nearest to their forecasts.
+    """The constants of a stack, named by `begin`, with which the forecasts come nearest to the runs.
 
-    scale   from which error on a run counts as an outlier: its loss grows linearly
+    scale   the error from which a run counts as an outlier, whose loss grows linearly
     """
     names = list(begin)
 
@@ -122,9 +122,9 @@ FITS = (
 
 
 def fit_constants(rows: Sequence[Run], near: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, Any]:
-    """The constants of all stacks, fitted to those of these runs that may be.
+    """The constants of all stacks, fitted to the runs among these that FITS chooses.
 
-    near    constants of stacks with which the search begins; it is over in fewer steps if they are near
+    near    constants of stacks with which the search begins; it takes fewer steps if they are near
     """
     found: dict[str, Any] = {}
     for name, chosen, begin, scale, more in FITS:
@@ -145,11 +145,11 @@ def _has_experts(run: Run, chip: str) -> bool:
 
 
 def _routing(megatron: Stack, rows: Sequence[Run]) -> float:
-    """Seconds per layer of experts and microbatch that are lacking, at the median."""
+    """The median of the seconds per layer of experts and microbatch that forecasts without routing lack."""
     lacking = []
     for run in rows:
         count = run.plan.microbatches(run.batch)
-        plain = replace(megatron, name="no routing")  # by another name, no constant of experts belongs to it
+        plain = replace(megatron, name="no routing")  # with another name, it has no constant of experts
         without = step(run.model, run.plan, run.on, run.batch, run.sequence, plain)
         lacking.append((run.seconds - without.seconds) / (run.model.layers / run.plan.pp * count))
     return rounded(float(np.median(lacking)))
@@ -159,7 +159,7 @@ def _routing(megatron: Stack, rows: Sequence[Run]) -> float:
 
 
 def off_fold(near: Mapping[str, Mapping[str, float]]) -> dict[Run, float]:
-    """log(measured / forecast) of every run by constants that were fitted to runs of other folds, beginning `near`."""
+    """log(measured / forecast) of every run, with constants fitted to the runs of other folds, starting from `near`."""
     fold = {id(run): int(np.random.default_rng((1, place)).integers(FOLDS)) for place, run in enumerate(every())}
     found = dict[int, float]()
     for number in range(FOLDS):
@@ -171,7 +171,7 @@ def off_fold(near: Mapping[str, Mapping[str, float]]) -> dict[Run, float]:
 
 
 class using:
-    """While it is open, forecasts have other constants."""
+    """A context in which forecasts use other constants."""
 
     def __init__(self, found: Mapping[str, Any]):
         self.found = found
@@ -200,7 +200,7 @@ def _forget() -> None:
 
 
 def classes(off: Mapping[Run, float]) -> dict[str, dict[str, Any]]:
-    """What is written of each class with enough rows."""
+    """The entry of each class with enough rows, for the file."""
     rows: dict[Key, list[tuple[float, int]]] = defaultdict(list)
     for run, log in off.items():
         stack = find_stack(run.stack, run.plan).name
@@ -226,7 +226,7 @@ def measured_of(name: str, rows: Sequence[tuple[float, int]]) -> Measured:
 
 
 def fit_all() -> dict[str, Any]:
-    """All constants, as they are written."""
+    """All constants for the file."""
     found = fit_constants(every())
     for name in ("chips", "routing"):
         constants().setdefault(name, found[name])  # type: ignore[attr-defined]

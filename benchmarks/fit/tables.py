@@ -1,4 +1,4 @@
-"""Measured kernels to which constants are fitted; the package itself needs none of these rows."""
+"""Measured kernels to which constants are fitted. The package itself does not need these rows."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Prompt(NamedTuple):
 
 @cache
 def matmuls(gpu: str, bits: int = 16) -> tuple[Matmul, ...]:
-    """`gpu`: "a100", "h100" or "b200"; in 8 bit only the last two."""
+    """The rows of `gpu`: "a100", "h100" or "b200"; in 8 bit only the last two."""
     rows = read(ROWS / (f"matmul_{gpu}.csv" if bits == 16 else f"matmul_{gpu}_8bit.csv"))
     return tuple(Matmul(int(r["m"]), int(r["n"]), int(r["k"]), float(r["us"]) / 1e6) for r in rows)
 
 
 @cache
 def prompts(gpu: str) -> tuple[Prompt, ...]:
-    """`gpu`: "h100" or "b200"."""
+    """The rows of `gpu`: "h100" or "b200"."""
     sizes = ("batch", "tokens", "heads", "kv_heads", "head_dim")
     rows = [row for row in read(ROWS / "attention.csv") if row["gpu"] == gpu]
     return tuple(Prompt._make((gpu, *(int(row[name]) for name in sizes), float(row["us"]) / 1e6)) for row in rows)
 
 
 def source(name: str) -> str:
-    """Where a table comes from: "matmul_a100", "attention"."""
+    """The source of a table: "matmul_a100", "attention"."""
     return source_of(ROWS / f"{name}.csv")

@@ -1,1 +1,1 @@
-"""One file a row (or a few that share a run); each has `measure() -> list[Row]` and runs in a process of its own."""
+"""One file per row, or per few rows that share a run. Each has `measure() -> list[Row]` and runs in its own process."""

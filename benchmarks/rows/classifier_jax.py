@@ -1,4 +1,4 @@
-"""A training step of the overlapped classifier in JAX, beside the same written with Flax, a module for each piece."""
+"""A training step of the overlapped classifier in JAX, compared with one written with Flax, a module per piece."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure() -> list[Row]:
     both = [_trained(step, *state) for step, state in ((theirs(), start), (ours(), converted))]
     for losses, accuracy in both:  # a fast wrong answer is no figure
         assert accuracy == 1 and losses[-1] < 1e-3
-    # One model: bfloat16 has 8 bits, and what rounding does grows with each update.
+    # The same model: bfloat16 has 8 bits, and the effect of rounding grows with each update.
     np.testing.assert_allclose(both[1][0][:3], both[0][0][:3], rtol=0.1)
 
     def first(make: Callable[[], Step], state: Any) -> Callable[[], float]:
@@ -58,7 +58,7 @@ def _row(what: str, ratio: float, ours: float, theirs: float, unit: str, factor:
 
 def _trained(step: Step, params: Any, memory: Any) -> tuple[list[float], float]:
     losses, accuracy = [], 0.0
-    for _ in range(UPDATES + 1):  # what the last one gives is known in the next
+    for _ in range(UPDATES + 1):  # the result of the last one is known in the next
         params, memory, loss, accuracy = step(params, memory)
         losses.append(float(loss))
     return losses, float(accuracy)
@@ -100,7 +100,7 @@ def _ours(x: np.ndarray, labels: np.ndarray, flax_params: Any) -> tuple[Callable
     def make() -> Step:
         def update(params: Any, memory: Any, x: Any, labels: Any) -> Any:
             def loss_of(params: Any) -> Any:
-                # Into data-parallel work in float32, so that gradients are summed in it; computed in bfloat16.
+                # Enter data-parallel work in float32, so that gradients are summed in float32; compute in bfloat16.
                 low = jax.tree.map(lambda leaf: copy_to(leaf, "data").astype(jnp.bfloat16), params)
                 logits = model(low, x.astype(jnp.bfloat16)).astype(jnp.float32)
                 loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -120,7 +120,7 @@ def _ours(x: np.ndarray, labels: np.ndarray, flax_params: Any) -> tuple[Callable
 
 
 def _converted(flax: Any) -> dict[str, Any]:
-    """The same numbers as ParallelClassifier has them: kernels [layer, rank, in, out] of each arrival, stacked."""
+    """The same numbers in the layout of ParallelClassifier, from kernels [layer, rank, in, out] of each arrival."""
     ranks = MESH.axis_size("model")
 
     def linear(part: Any, layer: int) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""How long after its kernel starts lab 00 shows its first animation, its cells run one after another."""
+"""The time from the start of its kernel until lab 00 shows its first animation, with its cells run in order."""
 
 from __future__ import annotations
 

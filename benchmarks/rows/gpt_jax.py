@@ -1,4 +1,4 @@
-"""A GPT training step in JAX: on 4 simulated ranks, beside the same model unsharded, jitted, on the same cores."""
+"""A GPT training step in JAX on 4 simulated ranks, compared with the model unsharded, jitted, on the same cores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measure() -> list[Row]:
     split_steps = [step_of(model.loss) for model in models]
     plain_step = jax.jit(step_of(partial(plain_loss, config=CONFIG)))
     on_one = jax.device_put((whole, memory, ids), jax.devices()[0])
-    # The parameters go where they are used, as in training.
+    # Parameters are placed where they are used, as in training.
     placed = run(lambda *tensors: tensors, mesh, whole, memory, batch, in_specs=specs, out_specs=specs).value
 
     def plain() -> Any:
@@ -57,8 +57,8 @@ def measure() -> list[Row]:
 
     for step in split_steps:
         for got, expected in zip(jax.tree.leaves(split(step)), jax.tree.leaves(plain())):
-            # A fast wrong answer is no figure. float32; where a gradient is nothing but rounding (key's bias), AdamW's
-            # first step has either sign
+            # A fast wrong answer is no figure. float32; if a gradient is only rounding (the bias of key), AdamW's first
+            # step may have either sign.
             np.testing.assert_allclose(got, expected, rtol=1e-3, atol=2.1e-3)
     (without, *_), (ratio, ours, theirs) = (
         in_turns(lambda step=step: seconds(lambda: split(step)), lambda: seconds(plain), REPETITIONS)

@@ -1,4 +1,4 @@
-"""A GPT training step in torch: on 4 simulated ranks, beside the same model in plain torch on the same cores."""
+"""A GPT training step in torch on 4 simulated ranks, compared with the model in plain torch on the same cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, NUM_RANKS, STEPS, REPETITIONS = 8, 4, 3, 5
 
 
 def train(model: nn.Module, ids: torch.Tensor, wait: Callable[[], object] = lambda: None) -> tuple[float, list[float]]:
-    """Seconds of the fastest of some steps of AdamW after a first one, and the losses."""
+    """(Seconds of the fastest step of AdamW after the first one, the losses)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses, took = [], []
     for _ in range(STEPS + 1):
@@ -52,7 +52,7 @@ def measure() -> list[Row]:
     without, _, _ = in_turns(lambda: sharded(False), plain, REPETITIONS)
     ratio, ours, theirs = in_turns(lambda: sharded(True), plain, REPETITIONS)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a rank's thread has OpenMP workers of its own, who are slow to wake: here nobody has any
+    torch.set_num_threads(1)  # each rank's thread has its own OpenMP workers, which are slow to wake: use none
     on_one_core, _, _ = in_turns(lambda: sharded(True), plain, REPETITIONS)
     torch.set_num_threads(num_threads)
     for got, expected in zip(losses["ours"], losses["plain"]):  # a fast wrong answer is no figure

@@ -1,7 +1,7 @@
 """Communication that the overlapped layers hide on a modelled H100 node: width 8192, 8192 tokens, tp 8, bfloat16.
 
-The program runs on meta tensors: sizes are real, numbers are left out, and the modelled clock counts what is sent and
-computed. What can be hidden is all communication, or all computing where that is less.
+The program runs on meta tensors, which have sizes but no numbers, and the modelled clock times messages and computing.
+All communication can be hidden, or as much as there is computing, if that takes less time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def step(x: Tensor, make, *args) -> None:
 
 
 def found(make, *args) -> tuple[Overlap, float]:
-    """What is hidden, and the modelled seconds."""
+    """(The hidden communication, the modelled seconds)."""
     x = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta")
     trace = run(lambda x: step(x, make, *args), Mesh(tp=NUM_RANKS), x, in_specs=(FEATURES,), cluster="h100").trace
     return overlap(trace), trace.makespan

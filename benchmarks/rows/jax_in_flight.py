@@ -1,4 +1,4 @@
-"""1,000 runs of a ring in JAX on 8 devices, none waited for: without care the process dies before 100."""
+"""1,000 runs of a ring in JAX on 8 devices, without waiting. Without precautions, the process dies before 100."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for out in outs:
 
 def measure() -> list[Row]:
     start = time.perf_counter()
-    # A process of its own within the row's: where XLA gives up it ends the process, and the row must live to say so.
+    # A separate process: XLA may end it, and the row must survive to report that.
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     duration = time.perf_counter() - start
     if done.returncode:

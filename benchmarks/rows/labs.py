@@ -1,4 +1,4 @@
-"""Each lab, restarted and run from top to bottom: seconds, and the most memory its kernel and its children held.
+"""Each lab, restarted and run from top to bottom: seconds, and the peak memory of its kernel and its children.
 
 Memory is PSS: a page that several processes share counts once, as it does for the machine.
 """
@@ -19,7 +19,7 @@ LABS = Path(__file__).parent.parent.parent / "labs"
 
 
 def memory_of_children() -> int:
-    """Bytes that all processes started from here hold now, shared pages counted once."""
+    """The bytes that all child processes hold now, with shared pages counted once."""
     total = 0
     for process in psutil.Process(os.getpid()).children(recursive=True):
         try:
@@ -30,7 +30,7 @@ def memory_of_children() -> int:
 
 
 def _held_by(process: psutil.Process) -> int:
-    """Its share of all pages (PSS), from Linux; elsewhere its resident pages."""
+    """A process's share of all pages (PSS) on Linux, or else its resident pages."""
     rollup = Path(f"/proc/{process.pid}/smaps_rollup")
     if not rollup.exists():
         return process.memory_info().rss

@@ -1,4 +1,4 @@
-"""An MLP step in JAX: split over 8 simulated ranks, beside the dense one, jitted, on the same cores."""
+"""An MLP step in JAX, split over 8 simulated ranks, compared with the dense one, jitted, on the same cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def measure() -> list[Row]:
     a = random.standard_normal((D, F), np.float32) / np.float32(D**0.5)
     b = random.standard_normal((F, D), np.float32) / np.float32(F**0.5)
     mesh = Mesh(tp=NUM_RANKS)
-    # Before JAX is first used: as many devices as ranks. And the weights go where they are used, as in training.
+    # Before JAX is first used: as many devices as ranks. Weights are placed where they are used, as in training.
     placed = run(lambda *tensors: tensors, mesh, x, a, b, in_specs=SPECS, out_specs=SPECS).value
 
     import jax

@@ -1,4 +1,4 @@
-"""An MLP step in torch: split over 8 simulated ranks, beside the dense one on the same cores."""
+"""An MLP step in torch, split over 8 simulated ranks, compared with the dense one on the same cores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def split_step(x, a, b):
 
 
 def timed_split_step(x, a, b):
-    """The second of two steps, as in training: the weights lie where they are used."""
+    """Seconds of the second of two steps, with the weights placed where they are used, as in training."""
     split_step(x, a, b)
     barrier()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A batch through JAX's pipeline executor: its compilation, and its step beside unpipelined gradient accumulation."""
+"""A batch in JAX's pipeline executor: its compilation, and its step compared with plain gradient accumulation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _rows(
     from tplab.jax import run, split_batch, stages_of, train_batch
 
     schedule, mesh = one_f_one_b(RANKS, MICROBATCHES), Mesh(pp=RANKS)
-    # Before JAX is first used: as many devices as ranks. And the weights go where they are used, as in training.
+    # Before JAX is first used: as many devices as ranks. Weights are placed where they are used, as in training.
     stages = run(partial(stages_of, layers, schedule, bounds=bounds), mesh, out_specs=P("pp")).value
     x, y = run(lambda *batch: batch, mesh, x, y, out_specs=P()).value
 

@@ -18,7 +18,7 @@ def measure() -> list[Row]:
     lab = pipeline_lab("one_f_one_b", ranks=16, microbatches=64)
     answers = {}
     for rule in RULES:
-        if rule != "naive":  # which has one microbatch
+        if rule != "naive":  # it has only one microbatch
             answers[rule] = seconds(lambda rule=rule: setattr(lab, "settings", {**lab.settings, "rule": rule}))
             assert lab.run.schedule.name == rule, lab.notice
     slowest = max(answers, key=lambda rule: answers[rule])

@@ -1,4 +1,4 @@
-"""How long it takes from a link to lab 00's page on the site until its first widget plays; how large pages are."""
+"""The time from a link to lab 00's page on the site until its first widget plays, and the size of the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def until_it_plays(browser: Browser, url: str) -> tuple[float, int]:
-    """Seconds until the first widget of the page has taken a step by itself, and the bytes that were loaded for it."""
+    """(Seconds until the first widget of the page has taken a step by itself, the bytes that were loaded)."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     sizes: list[int] = []

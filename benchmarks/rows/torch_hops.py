@@ -1,4 +1,4 @@
-"""An all_reduce and a ring step of 16 KB over 8 simulated torch ranks, beside LocalTensor and gloo processes."""
+"""An all_reduce and a ring step of 16 KB on 8 simulated torch ranks, compared with LocalTensor and gloo processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def simulated(op: Any, calls: int = CALLS) -> float:
 
 
 def local_tensor(calls: int = CALLS) -> float | None:
-    """The same in torch's own single-process simulation; None where this torch has none."""
+    """The same in torch's own single-process simulation; None if this torch has none."""
     try:
         from torch.distributed._local_tensor import LocalTensorMode
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -84,7 +84,7 @@ def gloo(calls: int = 50) -> float:
 
 
 def on_any_core(op: Any) -> float:
-    """The same as `simulated` where ranks that take short turns are not kept on one core."""
+    """The same as `simulated`, without keeping ranks that take short turns on one core."""
     one_core, turns.OneCore = turns.OneCore, lambda threads: OneCore([])  # type: ignore[assignment,misc]
     try:
         return simulated(op)

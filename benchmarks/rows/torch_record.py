@@ -1,4 +1,4 @@
-"""What recording costs a real collective, and a step of FSDP2 on simulated ranks beside gloo processes."""
+"""The cost of recording a real collective, and a step of FSDP2 on simulated ranks compared with gloo processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure() -> list[Row]:
 
 
 def _fsdp_step() -> float:
-    """Seconds of a training step: the least of some."""
+    """Seconds of a training step, the least of STEPS."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def _fsdp_step() -> float:
 
 
 def _recorded(folder: str) -> list[float]:
-    """Seconds of CPU of an all_reduce with the recorder and without, the least of some rounds."""
+    """CPU seconds of an all_reduce with and without the recorder, the least of ROUNDS."""
     start(folder)
     dist.init_process_group("gloo")
     group: Any = dist.group.WORLD
@@ -93,7 +93,7 @@ def _under_torchrun(num_ranks: int, what: str, folder: str) -> list[float]:
 
 
 def _main(what: str, folder: str) -> None:
-    """One rank's process."""
+    """The program of one rank's process."""
     if what == "recorded":
         figures = _recorded(folder)
     else:

@@ -1,4 +1,4 @@
-"""A sum of 64 numbers and a division, per rank and call, on up to 1,024 simulated torch ranks, beside LocalTensor."""
+"""An all_reduce of 64 numbers and a division, per rank and call, on up to 1,024 torch ranks, beside LocalTensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AIM = 45
 
 
 def _timed(step: Callable[[torch.Tensor], torch.Tensor], calls: int) -> float:
-    """Seconds of so many calls, after two that make what each line needs once."""
+    """Seconds of this many calls, after two calls that warm up."""
     x = torch.ones(64)
     start = 0.0
     for call in range(calls + 2):
@@ -38,7 +38,7 @@ def simulated(size: int) -> float:
 
 
 def local_tensor(size: int) -> float | None:
-    """The same in torch's own single-process simulation; None where this torch has none."""
+    """The same in torch's own single-process simulation; None if this torch has none."""
     try:
         from torch.distributed._local_tensor import LocalTensorMode
         from torch.testing._internal.distributed.fake_pg import FakeStore

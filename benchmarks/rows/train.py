@@ -1,4 +1,4 @@
-"""Training in float64 on 2 x 2 x 2 ranks beside one device, on the same cores, in both frameworks."""
+"""Training in float64 on 2 x 2 x 2 ranks compared with one device, on the same cores, in both frameworks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESH = Mesh(dp=2, pp=2, tp=2)
 
 
 def seconds_per_step(train: Callable[..., Trained], text: Text, mesh: Mesh) -> tuple[float, list[float]]:
-    """The median of the steps after the first five, which compile and warm up; and the losses."""
+    """(The median of the steps after the first five, which compile and warm up; the losses)."""
     ends: list[float] = []
 
     def note(progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""What the browser is sent for an animation of a ring all_reduce over 64 ranks."""
+"""The bytes sent to the browser for an animation of a ring all_reduce over 64 ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A step of ZeRO stage 3 on 4 simulated torch ranks, beside torch's own FSDP2 on 4 processes over gloo: the same model,
-numbers and cores."""
+"""A step of ZeRO stage 3 on 4 simulated torch ranks, compared with torch's own FSDP2 on 4 processes over gloo, with the
+same model, numbers and cores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, NUM_RANKS, STEPS, ROUNDS = 8, 4, 4, 3
 
 
 class WithLoss(nn.Module):
-    """A GPT whose forward pass ends in its loss, as units of both begin with a forward pass."""
+    """A GPT whose forward pass includes its loss: units of both implementations begin with a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class WithLoss(nn.Module):
 
 
 def train(model: nn.Module, ids: Tensor, wait: Callable[[], object]) -> tuple[float, list[Tensor]]:
-    """Seconds of the fastest step of AdamW after a first one, and this rank's losses."""
+    """(Seconds of the fastest step of AdamW after the first one, this rank's losses)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, took = [], []
     for _ in range(STEPS + 1):
@@ -54,7 +54,7 @@ def train(model: nn.Module, ids: Tensor, wait: Callable[[], object]) -> tuple[fl
 
 
 def simulated(ids: Tensor) -> tuple[float, float]:
-    """Seconds of a step, and the last loss over all ranks."""
+    """(Seconds of a step, the last loss averaged over all ranks)."""
 
     def program(ids: Tensor) -> tuple[float, float]:
         model = WithLoss()
@@ -86,7 +86,7 @@ def _gloo_rank(rank: int, folder: str, ids: Tensor) -> None:
 
 
 def processes(ids: Tensor) -> tuple[float, float]:
-    """The same of FSDP2."""
+    """The same for FSDP2."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_gloo_rank, args=(folder, ids), nprocs=NUM_RANKS)  # type: ignore[attr-defined]
         seconds, loss = (Path(folder) / "figures").read_text().split()

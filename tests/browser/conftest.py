@@ -1,4 +1,4 @@
-"""A real JupyterLab for the browser tests: started once, with nothing of the user's own settings.
+"""A real JupyterLab for the browser tests, started once, without the user's own settings.
 
 def test_something(open_notebook):
     book = open_notebook(["from tplab import Mesh", "Mesh(tp=4)"], theme="dark")
@@ -22,7 +22,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-expect.set_options(timeout=30_000)  # milliseconds; on a busy machine a kernel takes its time
+expect.set_options(timeout=30_000)  # milliseconds; kernels are slow on a busy machine
 
 _THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 
@@ -37,7 +37,7 @@ c.LabApp.user_settings_dir = {settings!r}
 """
 
 _SETTINGS = {
-    # Cells out of sight are drawn too, so that a test can look at any output.
+    # Also draw cells that are out of sight, so that a test can examine any output.
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/apputils-extension/notification": {"checkForUpdates": False, "fetchNews": "false"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
@@ -46,7 +46,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class JupyterLab:
-    """A running server: its address, and the folder that its notebooks lie in."""
+    """A running server: its address, and the folder of its notebooks."""
 
     url: str
     root: Path
@@ -86,7 +86,7 @@ def jupyter_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab
     environment = {
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(folders["config"]),
-        "JUPYTER_CONFIG_PATH": str(Path(__file__).parents[2] / "labs" / "jupyter"),  # as an installed tplab has it
+        "JUPYTER_CONFIG_PATH": str(Path(__file__).parents[2] / "labs" / "jupyter"),  # as in an installed tplab
         "JUPYTER_DATA_DIR": str(folders["data"]),
         "JUPYTER_RUNTIME_DIR": str(folders["runtime"]),
         "IPYTHONDIR": str(folders["ipython"]),
@@ -100,7 +100,7 @@ def jupyter_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab
         _wait_for(lab, server, log)
         yield lab
     finally:
-        server.terminate()  # its kernels go with it
+        server.terminate()  # also ends its kernels
         try:
             server.wait(15)
         except subprocess.TimeoutExpired:
@@ -136,7 +136,7 @@ class Notebook:
         return self.panel.locator(".jp-Notebook .jp-Cell").nth(index)
 
     def output(self, index: int) -> Locator:
-        """What a code cell shows: text, picture or widget."""
+        """The output of a code cell: text, picture or widget."""
         return self.cell(index).locator(".jp-OutputArea-output")
 
     def run_all(self, timeout_seconds: float = 120) -> None:
@@ -181,7 +181,7 @@ _RUN_CODE = """async (code) => {
 
 @pytest.fixture(scope="session")
 def lab_page(browser: Browser, jupyter_lab: JupyterLab) -> Iterator[Page]:
-    """JupyterLab in the browser. Loading it takes seconds, so all tests use this one page, one after the other."""
+    """JupyterLab in the browser. Loading it takes seconds, so all tests share this page, one after the other."""
     context = browser.new_context()
     yield context.new_page()
     context.close()
@@ -189,9 +189,9 @@ def lab_page(browser: Browser, jupyter_lab: JupyterLab) -> Iterator[Page]:
 
 @pytest.fixture
 def open_notebook(lab_page: Page, jupyter_lab: JupyterLab) -> Iterator[Callable[..., Notebook]]:
-    """`open_notebook(cells, theme="light", reduced_motion=False, run=True)` -> Notebook, its cells run.
+    """`open_notebook(cells, theme="light", reduced_motion=False, run=True)` -> Notebook, with its cells run.
 
-    `cells` is a list of code cells, or the path of a notebook, which is copied. Each notebook has a kernel of its own.
+    `cells` is a list of code cells, or the path of a notebook, which is copied. Each notebook has its own kernel.
     """
     page = lab_page
 
@@ -229,7 +229,7 @@ def open_notebook(lab_page: Page, jupyter_lab: JupyterLab) -> Iterator[Callable[
     jupyter_lab.shut_down_kernels()
 
 
-# A dialog that a test has left open would be in the way of the next test, which therefore loads JupyterLab anew.
+# A dialog that a test has left open would obstruct the next test, which therefore reloads JupyterLab.
 _IS_READY = """() => {
   const has = (command) => window.jupyterapp?.commands.hasCommand(command);
   return has("docmanager:open") && has("apputils:change-theme") && !document.querySelector(".jp-Dialog");

@@ -1,6 +1,6 @@
-"""A widget on a plain page, without JupyterLab: quick, for tests that look at what is drawn and what the hint says.
+"""A widget on a plain page, without JupyterLab: quick, for tests of its drawing and its hints.
 
-Every text that is written on a canvas is noted in `window.written`, with its place on the page.
+Every text on a canvas is recorded in `window.written`, with its position on the page.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _DRAW = """async ([code, css, state, more]) => {
 
 @dataclass(frozen=True)
 class Written:
-    """A text on a canvas, and where its middle is on the page."""
+    """A text on a canvas, and the position of its centre on the page."""
 
     text: str
     x: float
@@ -75,13 +75,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A widget that is drawn on a page."""
+    """A widget drawn on a page."""
 
     page: Page
 
     @property
     def written(self) -> list[Written]:
-        """What is written on its canvases."""
+        """The texts on its canvases."""
         found = self.page.evaluate(
             """() => window.written.map(({ text, canvas, x, y, width, colour }) => {
               const box = canvas.getBoundingClientRect();
@@ -91,7 +91,7 @@ class Drawn:
         return [Written(*one) for one in found]
 
     def hint_at(self, x: float, y: float) -> str:
-        """What the hint says with the pointer there; "" where there is none."""
+        """The text of the hint with the pointer there; "" if there is none."""
         self.page.mouse.move(x, y)
         hint = self.page.locator(".tpl-hint")
         return hint.inner_text() if hint.is_visible() else ""
@@ -130,7 +130,7 @@ def hint_over(card: Locator, trace: Trace, step: float, **what: int) -> Locator:
 
 
 def check_live_theme(page: Page, canvases: str) -> None:
-    """A switch of the theme must repaint the canvases that match this selector, and back."""
+    """Check that switching the theme, and back, repaints the canvases that match this selector."""
     picture = f"() => [...document.querySelectorAll('{canvases}')].map((canvas) => canvas.toDataURL()).join()"
     light = page.evaluate(picture)
     for is_light, theme in (("false", "dark"), ("true", "light")):

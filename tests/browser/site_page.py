@@ -1,4 +1,4 @@
-"""A page with widgets as the site has it: their figures, the site's scripts and policy, served by a plain server."""
+"""A page with widgets as on the site: their figures, the site's scripts and policy, served by a plain server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path, cells: Sequence[str], body: str = "") -> Iterator[str]:
-    """The address of a page with what these cells make, and call `card`, below what else is in its body."""
+    """The address of a page with the `card` that each of these cells makes, below `body`."""
     cards, figures, style = Cards(folder), body, ""
     for cell in cells:
         card = made(cell)
@@ -50,7 +50,7 @@ def served(folder: Path, cells: Sequence[str], body: str = "") -> Iterator[str]:
 
 
 def made(cell: str) -> Card:
-    """What a cell makes and calls `card`."""
+    """The `card` that a cell makes."""
     names: dict[str, Card] = {}
     exec(compile(cell, "cell", "exec"), names)
     return names["card"]

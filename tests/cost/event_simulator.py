@@ -1,10 +1,10 @@
-"""An event simulator for tests of the clock: slow, plain, and made of the rules alone.
+"""An event simulator for tests of the clock: slow and simple, written from the rules alone.
 
 A program is one list per rank of
     ("compute", seconds)
     ("send", name, target, bytes, said)
     ("issue", name, group, bytes, said)     its part of a collective
-    ("wait", name)                          for a message to this rank, or a collective of it
+    ("wait", name)                          for a message to this rank, or one of its collectives
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ LATENCY, BANDWIDTH = 3e-6, 1e9
 
 
 def collective_seconds(num_bytes: int, num_ranks: int) -> float:
-    """A ring all_reduce."""
+    """The time of a ring all_reduce."""
     return 2 * (num_ranks - 1) * LATENCY + 2 * (num_ranks - 1) * num_bytes / num_ranks / BANDWIDTH
 
 
 def simulated(programs: list[list[Op]], seconds: Callable[[int, int], float] = collective_seconds) -> dict[str, Span]:
-    """(name of a message or collective) -> when it runs; "end 3" -> when rank 3 is done."""
+    """name of a message or collective -> when it runs; "end 3" -> when rank 3 is done."""
     num = len(programs)
     clock, place, port = [0.0] * num, [0] * num, [0.0] * num
     spans: dict[str, Span] = {}
@@ -42,7 +42,7 @@ def simulated(programs: list[list[Op]], seconds: Callable[[int, int], float] = c
         at = min((when for when, *_ in ready.values()), default=float("inf"))
         if first == at == float("inf"):
             break
-        instant = at * (1 + 1e-12)  # times that differ only by rounding are one
+        instant = at * (1 + 1e-12)  # times that differ only by rounding are equal
         if first <= instant:
             rank = min(going, key=lambda rank: clock[rank])
             kind, *about = programs[rank][place[rank]]
@@ -80,13 +80,13 @@ def simulated(programs: list[list[Op]], seconds: Callable[[int, int], float] = c
 
 
 def random_programs(chance: random.Random, groups: list[tuple[int, ...]], num_ranks: int) -> list[list[Op]]:
-    """Programs with overlap and no deadlock: in each phase, each rank issues what is its own in an order of its own,
-    computes in between, and then waits for some of what it has issued so far. Some computing takes equally long."""
+    """Programs with overlap and no deadlock: in each phase, each rank issues its operations in its own order, computes
+    in between, and then waits for some operations that are pending. Some computations take equally long."""
     programs: list[list[Op]] = [[] for _ in range(num_ranks)]
     pending: list[list[str]] = [[] for _ in range(num_ranks)]
     usual = [chance.choice((1e-5, 3e-5, 1e-4)) for _ in range(2)]
     for phase in range(chance.randint(1, 5)):
-        queues: list[dict[object, list[Op]]] = [{} for _ in range(num_ranks)]  # of each communicator, in its order
+        queues: list[dict[object, list[Op]]] = [{} for _ in range(num_ranks)]  # by communicator, in its order
         for number in range(chance.randint(1, 6)):
             name, line = f"{phase}.{number}", f"line {chance.randint(1, 99)}"
             num_bytes = chance.choice((1_000, 4_000, 20_000, chance.randrange(4, 80_000, 4)))
@@ -120,7 +120,7 @@ def random_programs(chance: random.Random, groups: list[tuple[int, ...]], num_ra
 
 
 def renamed(programs: list[list[Op]], names: list[int]) -> list[list[Op]]:
-    """The same, where rank r is called names[r]."""
+    """The same programs, with rank r renamed to names[r]."""
     found: list[list[Op]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
         for kind, *about in program:

@@ -1,4 +1,4 @@
-"""A small model of odd sizes, and its training on one device: what ZeRO must give on any number of ranks."""
+"""A small model of odd sizes, and its training on one device, with which ZeRO must agree on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tplab.data.pieces import Pieces
 
 SHAPES = {"up": (5, 7), "bias": (7,), "down": (7, 3)}
 SIZES = [35, 7, 21]
-BATCH, STEPS = 24, 20  # a batch that 1, 2, 3, 4 and 8 ranks share
+BATCH, STEPS = 24, 20  # a batch that 1, 2, 3, 4 and 8 divide
 RATE, DECAY = 1e-2, 0.1
 BOTH = (P("dp"), P("dp"))
 
@@ -67,7 +67,7 @@ def jax_adamw() -> Any:
 
 
 def one_device(steps: int = STEPS) -> dict[str, np.ndarray]:
-    """The parameters after some steps of AdamW, by torch, in float64."""
+    """The parameters after this many steps of AdamW, by torch, in float64."""
     model = Model({name: torch.tensor(value) for name, value in start().items()})
     optimizer = torch_adamw(model.parameters())
     for _ in range(steps):
@@ -78,8 +78,8 @@ def one_device(steps: int = STEPS) -> dict[str, np.ndarray]:
 
 
 def train(fw: Framework, make: Make, num_ranks: int, steps: int = STEPS, mesh: Mesh | None = None) -> Any:
-    """The same on ranks that share the batch, by an optimizer that `make` makes of one of the framework: torch's is
-    given the parameters too. The result of the run, whose value is the parameters."""
+    """The result of a run that trains the same on ranks that share the batch; its value is the parameters. `make`
+    makes the optimizer from one of the framework, in torch also from the parameters."""
     program = (_torch_steps if fw.name == "torch" else _jax_steps)(make, steps)
     mesh = mesh or Mesh(dp=num_ranks)
     state, (x, y) = {name: fw.array(value) for name, value in start().items()}, map(fw.array, batch())

@@ -1,4 +1,4 @@
-"""A plan executed: one training step of tplab's GPT on simulated ranks, and what the ranks sent and held."""
+"""Execute a plan: one training step of tplab's GPT on simulated ranks, with its messages and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = Text(b"abcdefghijklmnopqrstuvwxyz" * 40)
 
 
 class Case(NamedTuple):
-    """A model, how it is trained, and the mesh; beside them what the forecast is given."""
+    """A model, its recipe and the mesh; as properties, the forecast's model and plan."""
 
     config: GPTConfig
     recipe: Recipe
@@ -53,7 +53,7 @@ class Case(NamedTuple):
         )
 
     def executed(self, cluster: Cluster | None = None) -> Any:
-        """One step on simulated ranks, as tplab.torch.train does it, with memory counted, or on the clock of a
+        """One step on simulated ranks, as in tplab.torch.train, with counted memory or, if given, on the clock of a
         cluster."""
         return _executed(self.config, self.recipe, self.mesh, cluster)
 
@@ -68,7 +68,7 @@ def case(
     tp: int = 1,
     **recipe: Any,
 ):
-    """A case with a batch of two microbatches of two sequences, unless something else is said."""
+    """A case, by default with a batch of two microbatches of two sequences per data-parallel rank."""
     recipe = {"microbatches": 2, "zero": 0, **recipe}
     recipe.setdefault("batch_size", 2 * dp * recipe["microbatches"])
     how = Recipe(steps=1, schedule=RULES[schedule], **recipe)
@@ -77,7 +77,7 @@ def case(
 
 @st.composite
 def cases(draw: Callable[..., Any]) -> Case:
-    """Any model and plan of up to eight ranks. Sizes are such that no piece needs padding."""
+    """Any model and plan of up to eight ranks, with sizes such that no piece needs padding."""
     dp, pp, tp = draw(
         st.sampled_from([(a, b, c) for a in (1, 2, 3) for b in (1, 2, 3, 4) for c in (1, 2, 3) if a * b * c <= 8])
     )
@@ -114,7 +114,7 @@ def cases(draw: Callable[..., Any]) -> Case:
 
 
 def sent_by_axis(out: Any, rank: int) -> dict[str, int]:
-    """Axis -> the bytes that a rank sent, without sums of a single number: the loss, the norm of the gradients."""
+    """axis -> the bytes that a rank sent, without sums of a single number: the loss, the norm of the gradients."""
     found: Counter[str] = Counter()
     for event in out.trace.select(rank=rank).events:
         is_number = event.op == "all_reduce" and event.axis != "tp" and event.bytes <= 16

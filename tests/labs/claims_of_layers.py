@@ -1,4 +1,4 @@
-"""What labs 04, 05, 06, 10, 20 and 26 say about speed and memory: entries with their lab, for the files of claims/."""
+"""Sentences of labs 04, 05, 06, 10, 20 and 26 about speed and memory: entries by lab, for the files of claims/."""
 
 import re
 from functools import cache
@@ -57,24 +57,24 @@ SHEET, H100 = find("h100"), find("h100-measured")
 PLAYBOOK = find("h100-measured", fabric="playbook")
 GPT3 = 2048, 1, 12288, 96
 UNIT = 2048 * 12288
-"""s b h of GPT-3's block."""
+"""s b h of GPT-3's block: length times batch times width."""
 
 
 def microseconds(program: str) -> float:
-    """What lab 05 prints for its MLP half."""
+    """The µs that lab 05 prints for its MLP half."""
     (line,) = (one for one in printed(MEMORY).splitlines() if one.startswith(f"{program} ") and one.endswith("µs"))
     return numbers(line)[-1].value
 
 
 def kept_by_swiglu() -> int:
-    """How many tensors of the hidden width eager PyTorch keeps."""
+    """The number of tensors of the hidden width that eager PyTorch keeps."""
     gate, up = (torch.ones(4, 8, requires_grad=True) for _ in range(2))
     down = torch.ones(8, 4, requires_grad=True)
     return len([one for one in tt.saved_tensors(lambda g, u: (F.silu(g) * u) @ down, gate, up) if one.shape == (4, 8)])
 
 
 def gathered_once() -> float:
-    """What lab 05 counts with split tokens, in sbh."""
+    """The bytes that lab 05 counts with split tokens, in sbh."""
     return numbers(re.findall(r"^split .*bytes,(.*)sbh$", printed(MEMORY), re.M)[0])[0].value
 
 
@@ -82,14 +82,14 @@ def gathered_once() -> float:
 
 
 def times_as_fast() -> tuple[float, float]:
-    """What the knob of lab 04 says of sixteen ranks beside eight: on InfiniBand, on the playbook's network."""
+    """How many times as fast sixteen ranks are as eight, by lab 04: (on InfiniBand, on the playbook's network)."""
     found = re.search(r"At 4,096: 16 ranks are ([\d.]+) times .* and ([\d.]+) times", printed(BLOCK))
     assert found
     return float(found[1]), float(found[2])
 
 
 def equal_on(name: str) -> float:
-    """On how many ranks lab 04 prints that a model's matmuls and all-reduces take equally long."""
+    """The number of ranks on which a model's matmuls and all-reduces take equally long, as lab 04 prints it."""
     (line,) = (one for one in printed(BLOCK).splitlines() if one.startswith(name))
     return numbers(line)[-1].value
 
@@ -152,7 +152,7 @@ def hop(tokens: int, link: Link) -> float:
 
 
 def merging_by_tiles() -> float:
-    """How long a rank of lab 20's layer merges, for each second in its tiles."""
+    """The time of merging in lab 20's layer, relative to that of its tiles."""
     spec, sizes = P(None, None, "cp"), [(1, heads, 16384, 128) for heads in (32, 8, 8)]
     tensors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
 
@@ -190,7 +190,7 @@ def fastest(cluster: str) -> str:
 
 
 def idle(trace: Trace) -> float:
-    """The share of the time until it last computes for which a rank of a pipeline does not compute."""
+    """The share of the time until the last computation in which ranks of a pipeline do not compute, on average."""
     events = trace.select(kind="compute").events
     took = sum(event.duration for event in events)
     return 1 - took / trace.mesh.size / max(event.end for event in events)

@@ -1,25 +1,25 @@
-"""The three kinds of entries that a sentence about speed or memory has. `says` is a part of it, as in the lab."""
+"""The three kinds of entries for sentences about speed or memory. `says` is a part of the sentence, as in the lab."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
 class Claim(NamedTuple):
-    """Measured rows or the model must agree: holds() is True, or has what the numbers in `says` are rounded from."""
+    """Measured rows or the model must agree: holds() is True, or has the exact values of the numbers in `says`."""
 
     says: str
     holds: Callable[[], bool | Sequence[float]]
 
 
 class Quote(NamedTuple):
-    """A cell of the lab prints it: each number in `says` is one of those in these printed lines, rounded."""
+    """A cell of the lab prints it: each number in `says` is a rounded one from these printed lines."""
 
     says: str
     lines: tuple[str, ...]
 
 
 class Given(NamedTuple):
-    """Nothing is claimed: a size that the lab chooses, a definition, what other software has for a default."""
+    """Nothing is claimed: a size that the lab chooses, a definition, a default of other software."""
 
     says: str
 

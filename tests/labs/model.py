@@ -7,5 +7,5 @@ SHEET, NDR, PLAYBOOK = (find(*on) for on in H100S)
 
 
 def tokens(scheme: Scheme, ranks: int, *clusters: Cluster) -> list[int]:
-    """How many tokens per rank hide the messages on each."""
+    """The tokens per rank that hide the messages on each cluster."""
     return [tokens_to_hide(scheme, cluster, ranks) for cluster in clusters]

@@ -1,4 +1,4 @@
-"""The sentences of the labs, and which of them say how fast something is, or how much memory it takes."""
+"""The sentences of the labs, and those among them that state a speed or an amount of memory."""
 
 import re
 from functools import cache
@@ -18,12 +18,12 @@ HOW_MUCH = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""How a sentence says how fast, how much faster, or how much memory."""
+"""A statement of a speed, of a ratio of speeds, or of an amount of memory."""
 
 
 @cache
 def sentences(lab: str) -> tuple[str, ...]:
-    """What a lab says, sentence by sentence, in tables row by row; without formulas, addresses and badges."""
+    """A lab's text, sentence by sentence, and in tables row by row; without formulas, addresses and badges."""
     found = list[str]()
     for cell in build.read_source(lab).cells:
         if cell.cell_type == "markdown" and cell.source != build.closing_line():
@@ -47,20 +47,20 @@ def says_how_much(sentence: str) -> bool:
 
 @cache
 def printed(lab: str) -> str:
-    """All that the cells of a lab print, as it is in the repository; of a picture, the sentence that goes with it."""
+    """The printed outputs of a lab's cells in the repository, with the sentences of its pictures."""
     book = nbformat.read(build.LABS / f"{lab}.ipynb", as_version=4)
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
 
 
 def milliseconds(lab: str, line: str, network: str = "") -> float:
-    """The number of ms in the printed line that begins so and names this network."""
+    """The number of ms in the printed line that begins with `line` and names this network."""
     (found,) = (one for one in printed(lab).splitlines() if one.startswith(line) and network in one)
     return numbers(found[len(line) : found.index(" ms")])[-1].value
 
 
 class Number(NamedTuple):
-    """A number in a text, and how exact it is: 2,500 is known to 100, and 0.47 to 0.01."""
+    """A number in a text, and its precision: 2,500 is known to 100, and 0.47 to 0.01."""
 
     value: float
     unit: float
@@ -70,7 +70,7 @@ class Number(NamedTuple):
 
 
 def numbers(text: str) -> list[Number]:
-    """Those that stand for themselves: not in "H100"."""
+    """The numbers in a text that are not part of a name, such as "H100"."""
     return [_number(found) for found in re.findall(r"(?<![\w.,])\d{1,3}(?:,\d{3})+|(?<![\w.,])\d+(?:\.\d+)?", text)]
 
 

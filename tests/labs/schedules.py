@@ -1,4 +1,4 @@
-"""The paragraph "Which schedule?", which labs 10, 12 and 13 share: its text, and what each of its figures is."""
+"""The paragraph "Which schedule?", which labs 10, 12 and 13 share: its text, and the source of each figure."""
 
 from functools import cache
 
@@ -70,8 +70,8 @@ def messages(schedule: Schedule) -> int:
 
 @cache
 def most_kept(name: str) -> float:
-    """The activations of the fullest rank, counted, for 32 equal blocks on 8 ranks. What comes before and after,
-    here an embedding and a sum, keeps next to nothing."""
+    """The counted activations of the fullest rank, for 32 equal blocks on 8 ranks. The layers before and after them, an
+    embedding and a sum, keep almost nothing."""
     schedule = RULES[name]
     block = LayerSpec(PlainBlock, tt.GPTConfig(32, 32, 32, num_heads=2, context=16))
     bounds = [0, *range(1 + 32 // schedule.num_stages, 34, 32 // schedule.num_stages)]

@@ -1,4 +1,4 @@
-"""What tests of sequence parallelism compare with: labels of a whole sequence, and the bytes that each rank holds."""
+"""References for tests of sequence parallelism: labels of a whole sequence, and the bytes that each rank holds."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,7 +14,7 @@ IGNORED = -100
 def next_tokens(ids: np.ndarray, documents: Sequence[int] = (), ignored: int = IGNORED) -> np.ndarray:
     """ids [.., S], whole   ->   labels [.., S]: the id that follows each one.
 
-    The last token of the sequence has nothing to predict, and of `documents` (their lengths) each last one: `ignored`.
+    The last token of the sequence, and of each of the `documents` (their lengths), predicts nothing: `ignored`.
     """
     labels = np.full_like(ids, ignored)
     labels[..., :-1] = ids[..., 1:]
@@ -33,8 +33,8 @@ def kept_bytes(
     itemsize: int = 2,
     batch: int = 1,
 ) -> int:
-    """What each rank keeps from the forward to the backward pass, in every scheme: q, k, v, o and lse, n (2h + 2g) d b
-    bytes and one number of 4 bytes or more per query and head."""
+    """The bytes that each rank keeps for the backward pass, in every scheme: q, k, v, o and lse, n (2h + 2g) d b bytes
+    and one number of 4 bytes or more per query and head."""
     tokens = batch * share(num_tokens, num_ranks, "the number of tokens is")
     return tokens * (2 * (num_heads + num_kv_heads) * head_width * itemsize + num_heads * max(itemsize, 4))
 
@@ -50,9 +50,9 @@ def buffer_bytes(
     itemsize: int = 2,
     batch: int = 1,
 ) -> int:
-    """What each rank holds beside that, and beside what it computes, in the forward pass.
+    """The bytes of each rank's other buffers in the forward pass, without the results that it computes.
 
-    ring     2 KV: one that is used, and one that arrives
+    ring     2 KV: one in use, and one arriving
     gather   p KV: those of all ranks
     head     q, k and v of its own tokens, until they have been exchanged and used
     """

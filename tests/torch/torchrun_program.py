@@ -1,4 +1,4 @@
-"""What the tests run under torchrun: torchrun_program.py OUT CASE. Rank r writes what it saw to OUT/r.pt."""
+"""The tests' program under torchrun: torchrun_program.py OUT CASE. Rank r writes its results to OUT/r.pt."""
 
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def program(x, w):
 
 
 def says(fn, mesh=MESH):
-    """The kind and text of the error that running `fn` ends with."""
+    """The kind and text of the error that running `fn` raises."""
     try:
         run(fn, mesh)
     except TplabError as error:

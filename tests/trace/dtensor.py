@@ -1,6 +1,6 @@
-"""torch's own tensor parallelism, DTensor, on ranks of this process; and what it sends, to compare with ours.
+"""torch's own tensor parallelism, DTensor, on ranks of this process; and its messages, to compare with ours.
 
-The ranks are torch's LocalTensorMode: there is one tensor per rank, and each operation is done for all ranks in turn.
+The ranks are those of torch's LocalTensorMode: one tensor per rank, and each operation runs for all ranks in turn.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _OPS = {
 
 
 def with_dtensor(program: Callable[[Any], Any], num_ranks: int) -> tuple[Any, Traffic]:
-    """Run `program(mesh)`, which uses DTensors on a DeviceMesh. Returns its result, and what a rank sends.
+    """Run `program(mesh)`, which uses DTensors on a DeviceMesh. Returns its result, and the traffic of a rank.
 
         def program(mesh):
             parallelize_module(model, mesh, plan)
             return whole(model(ids))
 
-    Return `whole(x)` of tensors. Raises MeshError where torch.distributed is already in use: this makes a process group
-    of its own, which sends nothing.
+    The program should return `whole(x)` of tensors. Raises MeshError if torch.distributed is already in use: this makes
+    its own process group, which sends nothing.
     """
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +58,7 @@ def with_dtensor(program: Callable[[Any], Any], num_ranks: int) -> tuple[Any, Tr
 
 
 def whole(x: Any) -> Tensor:
-    """All of a DTensor, or of a tensor that every rank has a copy of, as a plain tensor. The bytes are not counted."""
+    """A whole DTensor, or a tensor of which every rank has a copy, as a plain tensor. Its messages are not counted."""
     with _not_counted():
         x = x.detach()
         x = x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -71,10 +71,10 @@ def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) 
     and head.
 
     share_input   query, key and value get their input as one DTensor, so that its gradient is summed once for all three
-                  (PrepareModuleInput). False: each sums its own, as parallelize_module does by default
+                  (PrepareModuleInput). False: each sums its own, the default of parallelize_module
 
     Its logits stay sharded: compute the loss inside `loss_parallel()`. parallelize_module gives the embedding and the
-    head separate weights; here they are tied again.
+    head separate weights, which are tied again here.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -101,7 +101,7 @@ def shard_with_dtensor(model: PlainGPT, mesh: Any, *, share_input: bool = True) 
 
 
 class _Watch(DispatchMode):
-    """Notes the collectives that are called: (name, once, bytes that a rank sends)."""
+    """Records the collectives that are called: (name, 1, bytes that a rank sends)."""
 
     def __init__(self, num_ranks: int):
         super().__init__()
@@ -109,7 +109,7 @@ class _Watch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # so that it is called again with what it does on the ranks
+            return NotImplemented  # so that it is called again with its operations on the ranks
         name = func.overloadpacket.__name__.rstrip("_")
         if self.is_counting and func.namespace.endswith("c10d_functional") and name in _OPS:
             op, x, ranks = _OPS[name], args[0], range(self.num_ranks)

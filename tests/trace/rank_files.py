@@ -1,4 +1,4 @@
-"""Files of ranks as a recording leaves them, for tests: made of notes."""
+"""Files of ranks as a recording writes them, made of notes, for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def end(number: int, at: float = 2.0) -> Note:
 
 
 def write_ranks(folder: Path, *notes_of_ranks: Sequence[Note], killed: Sequence[int] = ()) -> None:
-    """One file for each rank, in which group "0" is that of all; the files of `killed` ranks have no end."""
+    """Write one file per rank, in which group "0" is that of all ranks. The files of `killed` ranks have no end."""
     world = len(notes_of_ranks)
     for rank, notes in enumerate(notes_of_ranks):
         path = folder / f"rank{rank}.jsonl"

@@ -1,4 +1,4 @@
-"""A small GPT, and one training step of the whole of it, by torch on one rank: what every mesh is compared with."""
+"""A small GPT, and one training step of the unsharded model by torch on one rank, to compare every mesh with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Grads = dict[str, np.ndarray]
 
 @cache
 def whole(config: GPTConfig = CONFIG) -> tuple[float, Grads]:
-    """The loss of the first weights, and every gradient."""
+    """The loss of the initial weights, and every gradient."""
     from tplab.torch import GPT, run
 
     def program() -> Any:
@@ -36,14 +36,14 @@ def whole(config: GPTConfig = CONFIG) -> tuple[float, Grads]:
 
 
 def check_pieces(per_rank: list[tuple[float, Grads]], mesh: Mesh, config: GPTConfig = CONFIG) -> None:
-    """Raise AssertionError where a rank's loss, or its piece of a gradient, is not the whole model's."""
+    """Raise AssertionError if a rank's loss, or its piece of a gradient, is not that of the whole model."""
     loss, grads = whole(config)
     pieces = split_state(grads, gpt_specs(config), mesh)
     seen = set()
     for rank, (got, held) in enumerate(per_rank):
         assert abs(got - loss) < 1e-12
         for name, grad in held.items():
-            # key's bias has no gradient but roundings: softmax does not see it
+            # the gradient of key's bias is only rounding, since softmax does not depend on it
             close(grad, pieces[rank][name], f"rank {rank}: {name}", tolerance=1e-11, cancelled=1)
         seen |= held.keys()
     assert seen == grads.keys()

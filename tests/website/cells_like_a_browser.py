@@ -1,8 +1,8 @@
-"""Cells as a page's worker runs them, in a process without frameworks: run by test_cells.py.
+"""Run cells as a page's worker does, in a process without frameworks; started by test_cells.py.
 
-    python cells_like_a_browser.py FOLDER      numbers and cells as JSON on stdin, what each of them says on stdout
+    python cells_like_a_browser.py FOLDER      numbers and cells as JSON on stdin, the messages of each on stdout
 
-FOLDER has tplab as the site has it, and cells.py.
+FOLDER has the site's tplab, and cells.py.
 """
 
 import importlib.util

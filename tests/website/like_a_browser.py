@@ -1,9 +1,9 @@
-"""The lab as a page's worker has it, in a process that can do no more than a browser: run by test_pyodide.py.
+"""Run the lab as in a page's worker, in a process that can do no more than a browser; started by test_pyodide.py.
 
     python like_a_browser.py FOLDER      questions as JSON on stdin, answers as JSON on stdout
 
 FOLDER has the unpacked zip. There are no widgets, no pictures, no frameworks, no threads, no processes and no files.
-Whole numbers have 32 bits, as on wasm32: what NumPy makes by default, and what it accepts as an index.
+Integers have 32 bits, as on wasm32: both NumPy's default, and the indices that it accepts.
 """
 
 import _thread
@@ -18,7 +18,7 @@ import numpy as np
 
 MISSING = {"anywidget", "ipywidgets", "traitlets", "PIL", "matplotlib", "IPython", "torch", "jax", "ortools"}
 INDEX_OF = {"bincount": 0, "repeat": 1}
-"""NumPy's functions that refuse what is no safe index, and which argument that is."""
+"""NumPy's functions that refuse unsafe indices -> the position of that argument."""
 
 
 class NotThere(importlib.abc.MetaPathFinder):
@@ -28,7 +28,7 @@ class NotThere(importlib.abc.MetaPathFinder):
 
 
 class NumPy32(ModuleType):
-    """NumPy, as it is where addresses have 32 bits."""
+    """NumPy as on a machine with 32-bit addresses."""
 
     def __getattr__(self, name):
         if name in ("intp", "int_"):
@@ -38,7 +38,7 @@ class NumPy32(ModuleType):
 
 
 class Function:
-    """One of its functions. Whole numbers that nobody asked to be longer are int32."""
+    """One of its functions. Integers are int32, unless int64 was requested."""
 
     def __init__(self, name, function):
         self.name, self.function = name, function
@@ -87,7 +87,7 @@ def main():
     sys.addaudithook(refuse)
     Remote = importlib.import_module(f"tplab.widgets.{asked['room']}.remote").Remote
 
-    sys.modules["numpy"] = np  # for what NumPy imports of itself; tplab has the other one
+    sys.modules["numpy"] = np  # for NumPy's own imports; tplab has the other one
     remote = Remote(json.dumps(asked["first"]))
     answers = []
     for question in asked["questions"]:

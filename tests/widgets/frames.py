@@ -1,4 +1,4 @@
-"""What the picture of a score shows at one moment, as its scenes are drawn; static/score.js says the same."""
+"""The picture of a score at one moment, from which its scenes are drawn. static/score.js computes the same."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tplab.widgets.score.stretches import coming, held
 
 @dataclass(frozen=True)
 class Frame:
-    """What is drawn with the playhead at `position`.
+    """The drawing with the playhead at `position`.
 
-    round        which round of communication it shows, from 1; 0 before the first
-    flights      (bar, how far it has come: 0 to 1) for every message on its way
+    round        the current round of communication, from 1; 0 before the first
+    flights      (bar, its progress from 0 to 1) for every message in flight
     together     the same for every rank's part of a collective
-    computing    the same for what ranks compute
+    computing    the same for the ranks' computations
     cells        (rank, item) -> index into Score.holds
-    arriving     the (rank, item) cells that a message is on its way to, or a collective
+    arriving     the (rank, item) cells to which a message or a collective is on its way
     sent         bytes that each rank has sent
     """
 
@@ -37,7 +37,7 @@ class Frame:
 
 
 def frame(of: Trace | Score, position: float) -> Frame:
-    """The picture at `position`, in rounds of communication: 0 is the start, 2 is when the second round is over."""
+    """The picture at `position`, in rounds of communication: 0 is the start, and 2 the end of the second round."""
     piece = of if isinstance(of, Score) else score(of)
     position = min(max(float(position), 0.0), float(piece.num_steps))
     time, bars = piece.time(position), piece.bars

@@ -1,4 +1,4 @@
-"""Memory of runs that no framework has run: for tests of what is drawn."""
+"""Memory of made-up runs, for tests of its drawings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tplab.trace.memory import KINDS, Ledger, Memory, RankMemory
 
 
 def held(rows: list[tuple[float, dict[str, int]]], where: str = "cell 1, line 2") -> RankMemory:
-    """What a rank holds: (time, kind -> bytes) of every row."""
+    """The memory of a rank: (time, kind -> bytes) of every row."""
     ledger = Ledger()
     for number, (time, _) in enumerate(rows):
         ledger.open_row(time, f"op {number}", where, "forward")

@@ -1,4 +1,4 @@
-"""Whether a program of lab 06 that is right for a few entries is right for a real vocabulary too, and sends no more."""
+"""Check a program of lab 06 with a real vocabulary: it must be right, and send no more than for a few entries."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tplab.exercises.verdict import refuse
 from tplab.mesh import Mesh
 
 MESH, MANY = Mesh(tp=4), 400_000
-"""More entries than any model has, so that no number which a program takes for infinity is large enough by luck."""
+"""More entries than any model has, so a constant that a program uses as infinity is never large enough by luck."""
 
 ROUGH = 1e-4
 
 
 def for_any_vocabulary(answer: Answer, num_numbers: int) -> Verdict:
-    """What is said of a program that is right for few entries: whether it also is for many, and sends no more. Ids must
-    be integers, and right for logits in bfloat16, which cannot hold an id."""
+    """The verdict on a program that is right for few entries: it must also be right for many, and send no more. Ids
+    must be integers, and right for logits in bfloat16, which cannot represent large ids."""
     sent, exercise, panels = dict[int, int](), answer.exercise, answer.verdict.panels
     are_ids = "ids" in exercise.results
     runs = [(num_entries, "float32", _close_logits(num_entries)) for num_entries in (24, MANY)]
@@ -64,15 +64,15 @@ def _narrowed(answer: Answer) -> Callable[..., Any]:
 
 
 def _whole_logits(num_entries: int) -> np.ndarray:
-    """Two tokens, in whole numbers that bfloat16 can hold: the largest logit is the last but one."""
+    """Logits of two tokens, integers that bfloat16 can represent. The largest is the second to last."""
     logits = np.random.default_rng(1).integers(-9, 10, (2, num_entries)).astype(np.float32)
     logits[:, -2] = 10
     return logits
 
 
 def _close_logits(num_entries: int) -> np.ndarray:
-    """Two tokens, in float32: the largest logit is the last but one. A smaller one with a lower id is as close to it as
-    two numbers can be."""
+    """Logits of two tokens, in float32. The largest is the second to last; token 0 has the next smaller float32 at
+    id 1."""
     logits = np.random.default_rng(0).uniform(-9, 9, (2, num_entries)).astype(np.float32)
     logits[:, -2] = 10
     logits[0, 1] = np.nextafter(np.float32(10), np.float32(0))

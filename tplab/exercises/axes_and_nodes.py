@@ -18,7 +18,7 @@ from tplab.widgets.matrices import Panel
 
 
 ROWS = 12
-"""Of a rank's gradient. 2, 3 and 4 ranks can share them."""
+"""Rows of a rank's gradient, divisible by 2, 3 and 4."""
 
 
 def _over(axis: str | tuple[str, ...], divide: bool) -> Callable[[Seen], np.ndarray]:
@@ -35,7 +35,7 @@ def _over(axis: str | tuple[str, ...], divide: bool) -> Callable[[Seen], np.ndar
 
 AVERAGE = Exercise(
     name="average",
-    # The gradients of all samples of the batch, below each other; one column for each piece of the weight.
+    # The gradients of all samples of the batch, stacked; one column per piece of the weight.
     tensors=lambda rng, mesh: {
         "gradient": rng.integers(0, 10, (ROWS * mesh.axis_size("dp"), mesh.axis_size("tp"))).astype(float)
     },
@@ -74,7 +74,7 @@ AVERAGE = Exercise(
 
 
 def check_average(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` averages gradients over "dp", and over nothing else.
+    """Check that `fn` averages gradients over "dp", and over nothing else.
 
     gradient [..], this rank's   ->   its mean over the ranks of axis "dp"; along "tp", ranks have different pieces
     """
@@ -92,7 +92,7 @@ SIZES = (
     (14, 8, 4, 8),  # a batch that 4 does not divide
     (8, 512, 9, 4),  # a hidden width that neither 2 nor 4 divides
     (2**16, 8192, 28_672, 64),
-    (24, 8, 8, 4),  # here the mesh whose two parts are most alike sends a third more
+    (24, 8, 8, 4),  # the mesh whose two terms are most similar sends a third more
     (122_880, 4096, 16_384, 16),  # the best tp would be 1.46: 1 is nearer, and 2 sends less
     (10, 10, 10, 1),
 )
@@ -114,7 +114,7 @@ def _meshes(batch: int, hidden: int, ranks: int) -> list[tuple[int, int]]:
 
 @check("best_mesh")
 def check_best_mesh(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(batch, width, hidden, ranks)` returns a (dp, tp) with which a rank sends the fewest bytes."""
+    """Check that `fn(batch, width, hidden, ranks)` returns a (dp, tp) with which a rank sends the fewest bytes."""
     for case in SIZES:
         batch, width, hidden, ranks = case
         where = f"for batch {batch:,}, width {width:,}, hidden width {hidden:,}, {ranks} ranks"
@@ -136,7 +136,7 @@ def _is_pair(given: Any) -> bool:
 
 
 def _fault(given: Any, case: tuple[int, int, int, int]) -> str | None:
-    """What is wrong with an answer."""
+    """The fault in an answer, in words; None if it is right."""
     batch, width, hidden, ranks = case
     if not _is_pair(given):
         return "It must be two whole numbers, (dp, tp)."
@@ -158,10 +158,8 @@ def _fault(given: Any, case: tuple[int, int, int, int]) -> str | None:
 
 
 def _panels(case: tuple[int, int, int, int], given: Any = None) -> list[Panel]:
-    """What a rank sends on each possible mesh: activations and gradients, in hundredths of the least total.
-
-    A mesh that the learner has chosen is marked.
-    """
+    """The activations and gradients that a rank sends on each possible mesh, in percent of the least total. The mesh
+    that the learner chose is marked."""
     batch, width, hidden, ranks = case
     meshes = _meshes(batch, hidden, ranks)
     table = np.array([list(sent(batch, width, hidden, *mesh).values()) for mesh in meshes])

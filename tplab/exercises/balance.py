@@ -22,7 +22,7 @@ from tplab.sharding import P
 
 WIDTH = 4
 ROUNDING = 1e-5
-"""float32 inside is fine."""
+"""The tolerance: a program may compute in float32."""
 
 
 # --- positions -----------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def _order(size: int, num_ranks: int) -> np.ndarray:
 
 
 def _zigzag_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """q, k, v [1, 2, S, d], in the order of zigzag. Where each position is, `place` says, for the plain answer."""
+    """q, k, v [1, 2, S, d], in zigzag order."""
     num_ranks = mesh.axis_size("cp")
     each = 6 if num_ranks == 3 else 4
     return {name: rng.standard_normal((1, 2, each * num_ranks, WIDTH)) for name in NAMES}
@@ -50,13 +50,13 @@ def _rope(x: np.ndarray, positions: np.ndarray, base: float = 10_000.0) -> np.nd
 
 
 def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Causal attention over tokens that are in this order, q and k rotated by these positions."""
+    """Causal attention over tokens in this order, with q and k rotated by these positions."""
     q, k = (_rope(tensors[name], positions) for name in ("q", "k"))
     return attend(q, k, tensors["v"], order[:, None] >= order)
 
 
 def _ranks_of(tensors: Tensors) -> int:
-    """How many ranks these tokens are for: six tokens each on three, and four otherwise."""
+    """The number of ranks that share these tokens: three ranks have six each, any other number of ranks four."""
     size = tensors["q"].shape[2]
     return 3 if size == 18 else size // 4
 
@@ -71,12 +71,12 @@ def _with_positions(tensors: Tensors) -> Tensors:
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     ds = p * (do @ tensors["v"].swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True)) * scale
-    dq, dk = (_rope(grad, -order) for grad in (ds @ k, ds.swapaxes(-1, -2) @ q))  # turned back
+    dq, dk = (_rope(grad, -order) for grad in (ds @ k, ds.swapaxes(-1, -2) @ q))  # rotated back
     return {"o": o, "dq": dq, "dk": dk, "dv": p.swapaxes(-1, -2) @ do}
 
 
 Places = Callable[[int, int], np.ndarray]
-"""(number of tokens, ranks) -> the positions by which all ranks rotate."""
+"""(number of tokens, ranks) -> the positions that all ranks rotate by."""
 
 
 def _mistaken(hint: str, places: Places) -> Mistake:
@@ -127,7 +127,7 @@ POSITIONS = Exercise(
 
 
 def check_positions(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, is causal attention with RoPE over tokens in the order of zigzag.
+    """Check that `fn`, in torch, is causal attention with RoPE over tokens in zigzag order.
 
     q, k, v [B, heads, S/cp, d]   ->   o [B, heads, S/cp, d]
     """
@@ -137,11 +137,11 @@ def check_positions(fn: Callable[..., Any]) -> Verdict:
 # --- a window ------------------------------------------------------------------------------------------------------
 
 CASES = ((3, 2), (3, 3), (3, 4), (3, 5), (4, 1), (4, 5), (4, 6), (5, 8), (5, 12), (3, 100))
-"""(tokens on each rank, window): windows inside of a tile, as long as one, and longer."""
+"""(tokens on each rank, window): windows shorter than a tile, as long as one, and longer."""
 
 
 def _hops(window: int, each: int, num_ranks: int) -> int:
-    """How many ranks back the farthest key is that a query sees, with `each` tokens on a rank."""
+    """How many ranks back the farthest key of a query is, with `each` tokens per rank."""
     return min(num_ranks - 1, ceil((window - 1) / each))
 
 
@@ -160,8 +160,8 @@ def _own_window(window: int, seen: Seen) -> np.ndarray:
 
 
 def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False) -> np.ndarray:
-    """What a ring with enough hops gives: at each step the keys of the rank `back` places before, also around its end
-    if it `wraps`."""
+    """The output of a ring with enough hops, each of which brings the keys of the rank `back` places before; also
+    across the ring's end if it `wraps`."""
     num_ranks, me, own = seen.mesh.axis_size("cp"), _ring_index(seen), seen.own
     each = len(own["q"])
     cut = {name: np.split(seen.tensors[name], num_ranks) for name in "kv"}
@@ -219,7 +219,7 @@ def _window_exercise(each: int, window: int) -> Exercise:
 
 
 def check_window_ring(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, is attention where a token sees the last `window` tokens, with as few hops as possible.
+    """Check that `fn`, in torch, is attention in which a token sees the last `window` tokens, with the fewest hops.
 
     q, k, v [S/cp, d], consecutive tokens, window   ->   o [S/cp, d]
     """

@@ -16,16 +16,16 @@ LOADS: tuple[tuple[Sequence[float], Sequence[int], float], ...] = (
     ((0.0, 0.0, 0.0, 0.0), (9, 3, 2, 2), 0.01),
     ((0.25, -1.0, 2.0), (0, 0, 12), 0.001),
     ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (7, 1, 5, 40, 6, 1), 0.02),
-    ((0.3, 0.7), (3, 2), 0.1),  # the mean is no whole number
-    ((0.3, 0.7, 0.1, 0.2), (4097, 4098, 4096, 4097), 0.1),  # 16 bits do not hold them
-    ((0.3, 0.7), (3, 2), 0.75),  # a step is longer than the way to the mean
+    ((0.3, 0.7), (3, 2), 0.1),  # the mean is not an integer
+    ((0.3, 0.7, 0.1, 0.2), (4097, 4098, 4096, 4097), 0.1),  # 16 bits cannot represent them
+    ((0.3, 0.7), (3, 2), 0.75),  # a step is larger than the distance to the mean
 )
 """(bias, how often each expert was chosen, rate)."""
 
 
 @check(not_with=("balanced_bias",))
 def check_update(fn: Callable[..., Any]) -> Verdict:
-    """Whether fn(bias, counts, rate), in torch, is bias + rate * sign(mean(counts) - counts).
+    """Check that fn(bias, counts, rate), in torch, is bias + rate * sign(mean(counts) - counts).
 
     bias [E]   counts [E], whole numbers, of the whole batch   ->   the next bias [E]
     """
@@ -59,7 +59,7 @@ def check_update(fn: Callable[..., Any]) -> Verdict:
 
 
 def _wrong_updates(before: np.ndarray, loads: np.ndarray, rate: float, found: np.ndarray) -> dict[str, Any]:
-    """What known mistakes make of the bias; the last one is any step in the right direction."""
+    """The bias that each known mistake gives; the last one is any step in the right direction."""
     gap, least, most = loads.mean() - loads, loads == loads.min(), loads == loads.max()
     step = rate * np.sign(gap)
     is_directed = (np.sign(found - before) == np.sign(gap)).all()
@@ -101,7 +101,7 @@ SCORES: tuple[tuple[int, int, int], ...] = ((9, 6, 2), (7, 6, 3), (4, 8, 1), (6,
 
 @check(not_with=("Router", "MixtureOfExperts"))
 def check_choose(fn: Callable[..., Any]) -> Verdict:
-    """Whether fn(scores, bias, k), in torch, chooses by scores + bias, and weights by the scores alone.
+    """Check that fn(scores, bias, k), in torch, chooses by scores + bias, and weights by the scores alone.
 
     scores [T, E], each above 0   bias [E]   ->   choices [T, k], in any order, and weights [T, k], which add up to 1
 
@@ -155,7 +155,7 @@ def _scores(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _best(of: np.ndarray, k: int) -> np.ndarray:
-    """Which experts have the k highest of these [T, E], in order."""
+    """The experts with the k highest values [T, E], sorted   ->   [T, k]"""
     return np.sort(np.argsort(-of, 1)[:, :k], 1)
 
 
@@ -164,7 +164,7 @@ def _softmax(of: np.ndarray) -> np.ndarray:
 
 
 def _wrong_choices(scores: np.ndarray, bias: np.ndarray, k: int) -> dict[str, np.ndarray]:
-    """What known mistakes choose."""
+    """The choices of each known mistake."""
     return {
         "It chooses by the scores alone. The bias decides which experts are chosen.": _best(scores, k),
         "It chooses the experts with the lowest sums.": _best(-scores - bias, k),
@@ -180,7 +180,7 @@ def _wrong_choices(scores: np.ndarray, bias: np.ndarray, k: int) -> dict[str, np
 def _weighted(
     where: str, k: int, scores: np.ndarray, bias: np.ndarray, choices: np.ndarray, weights: np.ndarray
 ) -> Case:
-    """The weights of the right choices, beside the right ones and those of known mistakes."""
+    """The weights of the right choices, with the right weights and those of known mistakes."""
     of, sums = np.take_along_axis(scores, choices, 1), scores + bias
     share, biased = of / of.sum(1, keepdims=True), np.take_along_axis(sums, choices, 1)
     order = np.argsort(-biased, 1)  # as topk returns them

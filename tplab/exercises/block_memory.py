@@ -22,7 +22,7 @@ from tplab.mesh import Mesh
 from tplab.sharding import P, split
 
 TOKENS = P(None, "tp")
-MOST = 1.3  # times the fewest bytes: h may be gathered a second time in the backward pass, so that it is not kept
+MOST = 1.3  # times the fewest bytes: the backward pass may gather h again instead of keeping it
 
 _KEPT = (
     "y is right, but dx is only the part that comes through this rank's own weights. The other ranks' parts are "
@@ -33,7 +33,7 @@ _KEPT = (
 
 
 def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
-    """The part of `whole`, which has an entry per token, for this rank's tokens."""
+    """The entries of `whole`, one per token, for this rank's tokens."""
     size = seen.own["x"].shape[1]
     begin = seen.mesh.index(seen.rank, "tp") * size
     return np.take(whole, range(begin, begin + size), axis=dim)
@@ -72,7 +72,7 @@ def _residual(seen: Seen) -> np.ndarray:
 
 
 def _other_tokens(seen: Seen) -> np.ndarray:
-    """f on x adds up what each rank's weights contribute for its own tokens, and these are different tokens."""
+    """dx if f on x adds up the ranks' contributions for their own tokens, which are different tokens."""
     return _residual(seen) + sum(_kept_to_itself(one) - _residual(one) for one in _group(seen))
 
 
@@ -83,7 +83,7 @@ def _exercise(
     excess: str,
     first: tuple[Mistake, ...] = (),
 ) -> Exercise:
-    """A block of these arguments on some of the tokens. `first` has mistakes of this block alone."""
+    """The exercise on a block with these arguments and split tokens. `first` has mistakes of this block only."""
     return Exercise(
         name=name,
         tensors=tensors,
@@ -141,8 +141,8 @@ KEPT_ON = Mesh(tp=4)
 
 
 def _thrifty(answer: Answer) -> Verdict:
-    """Refuse a sum that every rank receives whole; and in torch, a rank that keeps more than its own tokens outside of
-    the matmuls."""
+    """Refuse a sum that every rank receives whole and, in torch, a rank that keeps x of all tokens for its backward
+    pass."""
     panels = answer.verdict.panels
     for trace in answer.traces:
         size = answer.tensors(trace.mesh)["x"].size
@@ -199,7 +199,7 @@ _NAMES = ("x", "scale", "a", "b")
 
 
 def _mlp_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """The hidden layer is so wide that gathering the weights sends far more than gathering the tokens."""
+    """Arguments whose hidden layer is so wide that gathering weights sends far more than gathering tokens."""
     tensors = block_tensors(rng, mesh)
     wide = {"a": rng.normal(size=(4, 96)) / 2, "b": rng.normal(size=(96, 4)) / 6}
     return {name: {**tensors, **wide}[name] for name in _NAMES}
@@ -215,7 +215,7 @@ SEQUENCE_MLP = _exercise(
 
 
 def check_sequence_mlp(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the MLP half of a block, x + gelu(norm(x) @ a) @ b, whose tokens are split over the ranks.
+    """Check that `fn` is the MLP half of a block, x + gelu(norm(x) @ a) @ b, whose tokens are split over the ranks.
 
     x [B, S/tp, D]   scale [D]   a [D, H/tp]   b [H/tp, D]   ->   y [B, S/tp, D]; norm: RMS, eps 1e-6
     """
@@ -242,5 +242,5 @@ TOKENS_SPLIT = _exercise(
 
 
 def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
+    """Check that `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
     return grade(fn, TOKENS_SPLIT, framework, _thrifty)

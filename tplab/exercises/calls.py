@@ -1,4 +1,4 @@
-"""Which functions of a library a learner's function calls, read from its code."""
+"""Find the library functions that a learner's function uses, from its bytecode."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LIBRARIES = ("tplab", "torch", "jax", "optax", "flax")
 
 
 def library_call(fn: Callable[..., Any], names: tuple[str, ...], libraries: tuple[str, ...] = LIBRARIES) -> str:
-    """The first of these names that `fn`, or a function of the same module that it uses, takes from a library; "" if
-    none. A function of the learner's own with such a name does not count."""
+    """The first of these names that `fn`, or another function that it uses, takes from a library; "" if none. The
+    learner's own functions with such a name do not count."""
     if _library(fn) in libraries and getattr(fn, "__name__", "") in names:
         return str(fn.__name__)
     found = ((value.__name__, _library(value)) for value in _used(fn, set()) if hasattr(value, "__name__"))
@@ -22,7 +22,7 @@ def library_call(fn: Callable[..., Any], names: tuple[str, ...], libraries: tupl
 
 
 def _used(fn: Any, met: set[CodeType]) -> Iterator[Any]:
-    """The objects of libraries that a function's code mentions, and those of the learner's functions it uses."""
+    """The library objects that a function's code mentions, and those of the learner's functions that it uses."""
     if not isinstance(fn, FunctionType) or fn.__code__ in met:
         return
     closure = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False))
@@ -35,10 +35,10 @@ def _used(fn: Any, met: set[CodeType]) -> Iterator[Any]:
 
 
 def _mentioned(code: CodeType, known: dict[str, Any], met: set[CodeType]) -> Iterator[Any]:
-    """The objects that code mentions by a global name, by attributes of a module, or by an import of its own."""
+    """The objects that code mentions by a global name, as attributes of a module, or through its own imports."""
     met.add(code)
     value: Any = None
-    module: Any = None  # that is being imported from
+    module: Any = None  # of the current import
     for step, following in pairwise([*dis.get_instructions(code), None]):
         assert step is not None
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):

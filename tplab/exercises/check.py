@@ -23,10 +23,10 @@ __all__ = ["Answer", "Verdict", "but", "grade", "not_started"]
 
 @dataclass(frozen=True)
 class Answer:
-    """A learner's function whose numbers are right, and that sends no more than it may: what is left to look at.
+    """A learner's function that returns the right numbers and sends no more than it may, for further checks.
 
     traces    of all its runs: on each mesh the forward pass, then the one with gradients if there are any
-    verdict   what is said so far
+    verdict   the verdict so far
     """
 
     fn: Callable[..., Any]
@@ -58,7 +58,7 @@ def grade(
 ) -> Verdict:
     """Compare `fn` with the plain answer on every mesh of the exercise, with different tensors each time.
 
-    `then` looks at an answer whose numbers are right: it calls `but`, or returns what is said.
+    `then` checks an answer whose numbers are right: it calls `but`, or returns the verdict.
     """
     return check(exercise.name, exercise.not_with)(_graded)(fn, exercise, framework, then)
 
@@ -121,12 +121,12 @@ def _refuse(trial: Trial, exercise: Exercise) -> None:
 
 
 def who_works(ops: Sequence[str]) -> str:
-    """ "`all_gather` and `reduce_scatter` do the work": what the learner should have written."""
+    """ "`all_gather` and `reduce_scatter` do the work", which the learner should have written."""
     return f"{listed(f'`{op}`' for op in ops)} {'does' if len(ops) == 1 else 'do'} the work"
 
 
 def _divided(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> None:
-    """Refuse a program whose ranks compute everything, after gathering what they need for that."""
+    """Refuse a program whose ranks gather everything and then each do all of the work."""
     if not exercise.divided:
         return
     num_ranks = 4
@@ -142,7 +142,7 @@ def _divided(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -
 
 
 def _precise(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -> None:
-    """Refuse a program that is right only for whole numbers, or for those that 16 bits can hold."""
+    """Refuse a program that is right only for integers, or only for numbers that 16 bits can represent."""
     mesh = exercise.meshes[0]
     tensors = {key: x * FINE for key, x in exercise.tensors(np.random.default_rng(0), mesh).items()}
     single = replace(exercise, tolerance=max(exercise.tolerance, SINGLE))  # float32 is precise enough
@@ -156,16 +156,16 @@ def _precise(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -
 
 
 FINE = 1 + 2.0**-12
-"""Times this, a whole number needs more bits than a 16-bit number has, and fewer than float32."""
+"""An integer times this needs more bits than a 16-bit float has, and fewer than float32 has."""
 
 MOST_WORK = 0.7
-"""The most that one of four ranks may do of the work of one rank alone."""
+"""The largest share of a single rank's work that one of four ranks may do."""
 
 
 def _wrong(
     found: list[dict[str, np.ndarray]], exercise: Exercise, mesh: Mesh, tensors: Tensors, framework: Framework
 ) -> tuple[str, str, list[Panel], str] | None:
-    """The first thing that is wrong, if there is any: what and where, by how much, a picture of it, and its name."""
+    """The first wrong result, if any: what and where, by how much, a picture, and its name."""
     for result in found[0]:
         got, want, slack = _beside(found, exercise, mesh, tensors, framework, result)
         for rank in mesh.ranks:
@@ -199,7 +199,7 @@ def _beside(
     framework: Framework,
     result: str,
 ) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """A result on every rank, the right one, and what counts as rounding."""
+    """A result on every rank, the right one, and the tolerance."""
     whole = exercise.plain(tensors)[result]
     tolerance = exercise.tolerance if framework == "torch" else 1e-4  # JAX computes in float32
     specs = {**exercise.results, **exercise.also, **{f"d{key}": exercise.specs[key] for key in exercise.gradients}}
@@ -210,10 +210,10 @@ def _beside(
 def _known_mistake(
     fn: Callable[..., Any], exercise: Exercise, framework: Framework, result: str, first: int
 ) -> Mistake | None:
-    """The first mistake that explains what every rank has for a result, on mesh number `first` and on all others.
+    """The first mistake that explains a result on every rank of mesh number `first` and of all others.
 
-    A mesh of one rank counts only if it is the first: many mistakes need two. Where the learner's function raises, a
-    mistake explains it if it gives no numbers of the right shape either.
+    A mesh of one rank counts only if it is the first, since many mistakes need two ranks. A mistake explains a mesh on
+    which the learner's function raises if it gives no numbers of the right shape either.
     """
     mistakes = [mistake for mistake in exercise.mistakes if mistake.result == result]
     common = set.intersection(*(set(mesh.axis_names) for mesh in exercise.meshes))
@@ -242,11 +242,11 @@ def _known_mistake(
 
 AGAIN = "This is R times too large, for R ranks along {}. Is something added up that every rank already has?"
 A_MEAN = "This is 1/R of what is right, for R ranks along {}. Is it divided by R once too often?"
-"""Hints for every exercise, where none of its own explains a result."""
+"""Hints of every exercise, for a result that none of its own mistakes explains."""
 
 
 def _flat(pieces: Iterable[Any], like: Sequence[np.ndarray], slack: float) -> np.ndarray:
-    """All ranks' numbers, in units of what counts as rounding; all the same for a piece of another shape."""
+    """All ranks' numbers, in units of the tolerance; one constant for a piece of another shape."""
     pairs = [(np.asarray(piece), one) for piece, one in zip(pieces, like)]
     flat = [np.ravel(piece if piece.shape == one.shape else np.full(one.shape, np.nan)) for piece, one in pairs]
     return np.nan_to_num(np.concatenate(flat).astype(float) / slack, nan=1e300, posinf=np.inf, neginf=-np.inf)

@@ -28,12 +28,12 @@ class Puzzle:
 
     asked       what each rank has, and what it should return
     sizes       the numbers of ranks that it is tried on; the budget is stated for the first
-    rounds      number of ranks -> hops one after another
+    rounds      number of ranks -> the most sequential hops
     pieces      number of ranks -> the most pieces that a rank may send
     late, much  hints for a program that takes too many rounds, or sends too much
     tensors, plain, result, mistakes   as in `Exercise`; every piece has three numbers
-    neighbours  only neighbours are linked, and a rank may use both its links in one round. Otherwise a rank may send to
-                any rank, but sends only one message in a round, and receives only one
+    neighbours  only neighbours are linked, and a rank may use both of its links in one round. Otherwise a rank may send
+                to any rank, but in each round it sends only one message and receives only one
     """
 
     asked: str
@@ -58,12 +58,12 @@ class Puzzle:
 
 
 def _doublings(num_ranks: int) -> int:
-    """ceil(log2 R): how many rounds something takes to reach all ranks, if every rank that has it sends it on."""
+    """ceil(log2 R): the rounds until data reaches all ranks, if every rank that has it sends it on."""
     return (num_ranks - 1).bit_length()
 
 
 def _one_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """A piece per rank."""
+    """One piece per rank."""
     return {"x": rng.integers(0, 10, (mesh.size, 3)).astype(np.float32)}
 
 
@@ -253,7 +253,7 @@ PUZZLES = {
 
 
 def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn`, the program of one rank, solves puzzle `number`. Never raises.
+    """Check that `fn`, the program of one rank, solves puzzle `number`. Never raises.
 
     fn takes x and returns what the puzzle asks for, over axis "tp"; it sends with `ring_shift` and `ppermute`
     """
@@ -284,7 +284,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
 
 
 def _fault(trace: Trace, puzzle: Puzzle) -> str:
-    """What is wrong with a program that returns the right result; "" if nothing is."""
+    """The fault in a program that returns the right result, in words; "" if there is none."""
     ranks, sends = trace.mesh.size, trace.select(kind="send").events
     if ops := sorted({event.op for event in trace.select(kind="collective").events}):
         return f"{who_works(ops)}.\nBuild it from ring_shift and ppermute."
@@ -309,7 +309,7 @@ def _fault(trace: Trace, puzzle: Puzzle) -> str:
 def _crowd(sends: Sequence[Event], rounds: int) -> str:
     """The first rank that has more messages to send, or to receive, than there are rounds left; "" if there is none.
 
-    A message may be sent later than it could be. So we do not count how many are sent in one round.
+    A message may be sent later than it could be, so the messages of a single round are not counted.
     """
     for first in range(rounds):
         late = [event for event in sends if event.step >= first]

@@ -16,7 +16,7 @@ from tplab.sharding import P
 
 
 def _shifted(places: int, hint: str) -> Mistake:
-    """The right pieces, each shifted too far to the left by this many places."""
+    """The mistake of shifting every piece too far to the left by this many places."""
 
     def wrong(seen: Seen) -> np.ndarray:
         pieces = seen.want.reshape(seen.mesh.axis_size("tp"), -1)
@@ -67,7 +67,7 @@ SUM_UP = Exercise(
 
 
 def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is an all-reduce made of hops, in which each rank adds up one piece.
+    """Check that `fn` is an all-reduce made of hops, in which each rank adds up one piece.
 
     x [1, R, n]   ->   the sum of every rank's x, of the same shape, on every rank of axis "tp"
     """
@@ -75,7 +75,7 @@ def check_sum_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verd
 
 
 def _shared(answer: Answer) -> Verdict:
-    """Refuse a rank that sends more than the others. The total has been compared: a star sends as much as a ring."""
+    """Refuse a rank that sends more than the others. The total does not show that: a star sends as much as a ring."""
     for trace in answer.traces:
         sent = [trace.bytes_sent(rank=rank) for rank in trace.mesh.ranks]
         if max(sent) > sum(sent) / len(sent):

@@ -1,5 +1,4 @@
-"""The exercises of lab 14: a model cut into stages, the largest as small as possible; and so that each stage fits into
-the memory of its rank."""
+"""The exercises of lab 14: cut a model so that its largest stage is minimal, and so that every stage fits in memory."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from tplab.units import bytes_text
 from tplab.widgets.matrices import Panel
 
 BYTES_PER_PARAMETER = 16
-"""For Adam in float32: the parameter, its gradient, and two averages, of four bytes each."""
+"""The parameter, its gradient and Adam's two averages, all in float32."""
 
 Cut = Callable[[Sequence[float], Sequence[int], Sequence[int], int, float], Any]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A model to cut: what each layer costs, weighs and keeps [layers]; for ranks with `limit` bytes each.
+    """A model to cut for ranks of `limit` bytes: each layer's cost, bytes of weights and kept bytes [layers].
 
-    Rank r of 1F1B needs the sum of its layers' weights, plus ranks - r times the sum of what they keep.
+    Rank r of 1F1B needs the sum of its layers' weights, plus ranks - r times the sum of their kept bytes.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Trial:
         return [sum(row[a:b]) for row, (a, b) in zip(self.memory(), pairwise(bounds))]
 
     def parts(self, bounds: Sequence[int]) -> list[dict[str, int]]:
-        """The same by what they are for, for a picture."""
+        """The same by kind, for a picture."""
         alone = replace(self, kept=[0] * len(self.kept)).takes(bounds)
         rest = [total - own for total, own in zip(self.takes(bounds), alone)]
         return [{"parameters and Adam": own, "activations": more} for own, more in zip(alone, rest)]
@@ -68,7 +67,7 @@ class Trial:
         return simulate(one_f_one_b(self.ranks, microbatches), Costs(forward, forward, forward)).makespan
 
     def best(self) -> Partition:
-        """The cut whose busiest rank has the least to do, within the limit."""
+        """The cut within the limit whose busiest rank has the least work."""
         return partition(self.weights, self.ranks, self.costs, memory=self.memory(), memory_limit=self.limit)
 
 
@@ -101,14 +100,14 @@ FILLED = ([1, 4, 2, 2, 2], [2, 3, 1, 3, 2], [5, 1, 1, 1], [1, 1, 1, 1, 9], [1, 2
     [1, 9, 8, 1, 2, 7],
     [8, 2, 6, 4, 7],
 )
-"""Costs of layers, to be cut for 4, 3 and 2 ranks. For the last two, stages that are as equal as possible, by their
-squares or by the largest less the smallest, do not have the smallest largest one."""
+"""Costs of layers, to be cut for 4, 3 and 2 ranks. For the last two, the stages with the least sum of squares, or the
+least difference between largest and smallest, do not have the least maximum."""
 
 
 @check("fill", not_with=("partition", "Trial"), libraries=("tplab",))
 def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
-    """Whether `fill(costs, ranks)` returns bounds of stages, each with at least one layer, of which the largest is as
-    small as possible. The learner's cut is drawn under 1F1B."""
+    """Check that `fill(costs, ranks)` returns bounds of stages, each with at least one layer, of which the largest is
+    as small as possible. The learner's cut is drawn under 1F1B."""
     shown: Verdict | None = None
     for costs, ranks in product(FILLED, (4, 3, 2)):
         none = [0] * len(costs)
@@ -138,7 +137,7 @@ def check_fill(fill: Callable[[list[int], int], Any]) -> Verdict:
 
 @check("my_cut", not_with=("partition", "Trial"), libraries=("tplab",))
 def check_cut(cut: Cut, layers: Sequence[Any], ids: Any) -> Verdict:
-    """Whether `cut(costs, weights, kept, ranks, limit)` returns bounds of the stages, [0, ..., layers], such that no
+    """Check that `cut(costs, weights, kept, ranks, limit)` returns bounds of the stages, [0, ..., layers], such that no
     rank of 1F1B needs more than `limit` bytes and the busiest rank has as little to do as possible.
 
     It is tried on small models given as numbers, then on `layers`, measured with a microbatch `ids`; that cut is run.
@@ -184,7 +183,7 @@ SMALL = (
 
 
 def _random(seed: int) -> Trial:
-    """A small model on three ranks, each with 85% of what the cut without a limit takes, or more if nothing fits."""
+    """A small model on three ranks, each with 85% of the bytes of the cut without a limit, or more if nothing fits."""
     random = np.random.default_rng(seed)
     costs, weights, kept = random.integers(1, 7, (3, random.integers(5, 9))).tolist()
     name = f"layers that cost {costs}, with {weights} bytes of weights, and that keep {kept} bytes"
@@ -217,12 +216,12 @@ def _real(layers: Sequence[Any], ids: Any) -> list[Trial]:
 
 
 def _listed(given: Any) -> Any:
-    """A generator can be read only once."""
+    """The bounds; as a list if they are an iterator, which can be read only once."""
     return list(given) if isinstance(given, Iterator) else given
 
 
 def _form(trial: Trial, given: Any) -> str:
-    """What is wrong with the form of the bounds, before anything is counted; "" if nothing is."""
+    """The fault in the form of the bounds, in words; "" if there is none."""
     wanted = f"[0, ..., {len(trial.costs)}], {trial.ranks + 1} rising numbers"
     try:
         bounds = [int(bound) for bound in given]

@@ -1,5 +1,4 @@
-"""What a learner's function leaves behind: its arguments and what the whole program shares must be as they were, and
-activations must not stay in memory."""
+"""Damage that a learner's function leaves behind: changed arguments, changed global state, activations in memory."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Untouched:
-    """Remembers tensors of torch, and what the whole program shares, to say later what has changed: the global
-    generators of torch, NumPy and Python, torch's default dtype, and whether gradients are on.
+    """Remembers tensors of torch and global state, to report later what has changed. The state is the generators of
+    torch, NumPy and Python, torch's default dtype, and whether gradients are enabled.
 
-    arguments    name -> tensor; anything else among them is not looked at
-    generators   whether to look at the generators too
-    gradients    whether to look at the arguments' `.grad` too
+    arguments    name -> tensor; other objects are ignored
+    generators   whether to compare the generators
+    gradients    whether to look for new gradients in the arguments' `.grad`
     """
 
     def __init__(self, arguments: Mapping[str, Any], generators: bool = True, gradients: bool = False):
@@ -34,7 +33,7 @@ class Untouched:
         self._without = [name for name, one in self._arguments.items() if gradients and _gradient(one) is None]
 
     def damage(self) -> str:
-        """What has changed, and why that is bad; "" if nothing has. What the program shares is put back."""
+        """What has changed, and why that is bad; "" if nothing has. Restores the global state."""
         changed = [what for what in self._shared if self._put_back(what)]
         for name, before in self._before.items():
             if not self._arguments[name].detach().nan_to_num().equal(before.nan_to_num()):
@@ -57,7 +56,7 @@ class Untouched:
         return f"it leaves {changed[0]} changed, for the rest of the program. Put it back." if changed else ""
 
     def _put_back(self, what: str) -> bool:
-        """Whether this has changed; then it is as before again."""
+        """Restore one item of the global state. Return whether it had changed."""
         get, put = _shared()[what]
         is_changed = _bytes(get()) != _bytes(self._shared[what])
         if is_changed:
@@ -67,7 +66,7 @@ class Untouched:
 
 @contextmanager
 def moved_on() -> Iterator[None]:
-    """In here, the generators are one number further on: a function that seeds one as its caller has is seen then."""
+    """Advance the generators by one number inside, to notice a function that seeds one as its caller did."""
     before = {what: _shared()[what][0]() for what in GENERATORS if what in _shared()}
     np.random.random_sample()  # noqa: NPY002
     random.random()
@@ -92,7 +91,7 @@ GENERATORS = ("torch", "NumPy", "Python")
 
 
 def _shared() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """How to read what a program shares, and how to put it back."""
+    """name -> (how to read this item of the global state, how to restore it)"""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
         "NumPy": (np.random.get_state, np.random.set_state),
         "Python": (random.getstate, random.setstate),
@@ -110,8 +109,8 @@ def _shared() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
 class Graphs:
     """Watches forward passes: `with graphs.watch(): loss = net(x).mean()`.
 
-    A backward pass gives the saved tensors of its graph back, unless it retains them. A graph that nothing refers to
-    any more gives them back too.
+    A backward pass frees the saved tensors of its graph unless it retains the graph. They are also freed with a graph
+    to which no reference is left.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ VOCABULARY = 3
 
 @check("my_loss")
 def check_loss(my_loss: Loss) -> Verdict:
-    """Whether the mean over ranks of `my_loss(logits, targets)` has the gradients of the mean over all counted tokens.
+    """Check that the mean of `my_loss(logits, targets)` over ranks has the gradients of the mean over counted tokens.
 
     logits [n, V], targets [n], of this rank; a target of -100 does not count. Runs on 2, 3 and 1 simulated ranks of
     axis "dp"; on three, one rank has no token that counts.
@@ -52,11 +52,11 @@ def check_loss(my_loss: Loss) -> Verdict:
 
 
 def _weighed(my_loss: Loss, num_ranks: int) -> list[Panel]:
-    """Pictures of the tokens' weights, if they are right."""
+    """Pictures of the tokens' weights; refuses wrong ones."""
     got, want, means, weights, counted, trace = _tried(my_loss, num_ranks)
     ones = np.where(counted, 1.0, 0.0)
     panels = beside("yours", weights, ones, ~np.isclose(weights, ones))
-    # A count in float32 is a right answer, and 1/3 in float32 is off by 1e-8.
+    # An answer may count in float32, where 1/3 is off by 1e-8.
     if not (np.allclose(got, want, rtol=1e-6, atol=1e-9) and np.isclose(*means, rtol=1e-6)):
         if (got[~counted] != 0).any():
             refuse(f" is wrong on {num_ranks} ranks. Targets of {IGNORED} count in it.")
@@ -109,7 +109,7 @@ What is the least that ranks must tell each other, so that all of them divide by
 
 
 def _hint(my_loss: Loss, num_ranks: int) -> str:
-    """What explains the tokens' weights on every number of ranks; the words are those for `num_ranks`."""
+    """A hint that explains the tokens' weights on every number of ranks, worded for `num_ranks`."""
     _, _, (mean, right_mean), weights, counted, _ = _tried(my_loss, num_ranks)
     if not np.isfinite(mean):
         return "A rank without a counted token has a loss of nan: the mean of no numbers is 0/0.\nDivide the sum."
@@ -127,7 +127,7 @@ def _hint(my_loss: Loss, num_ranks: int) -> str:
 
 
 def _known(counted: np.ndarray) -> dict[str, np.ndarray]:
-    """What known mistakes make of the tokens' weights."""
+    """The tokens' weights that each known mistake gives."""
     num_ranks, here, total = len(counted), counted.sum(1), counted.sum()
     known = {
         "Each rank takes the mean of its own tokens.\nSo tokens weigh more on a rank that counts few of them. How many "
@@ -145,12 +145,12 @@ def _known(counted: np.ndarray) -> dict[str, np.ndarray]:
 WIDTH, LAYERS, ROWS = 5, 4, 3
 LARGE_WIDTH, LARGE_LAYERS = 4096, 8
 ENOUGH = 0.8
-"""How much of the communication must be hidden, on eight ranks of a modelled H100 node."""
+"""The fraction of the communication that must be hidden, on eight ranks of a modelled H100 node."""
 
 
 @check("my_replicas", not_with=("data_parallel", "DistributedDataParallel"))
 def check_replicas(my_replicas: Replicas) -> Verdict:
-    """Whether `my_replicas(model)` -> finish makes `.grad` the mean over axis "dp", while the backward pass still runs.
+    """Check that `my_replicas(model)` -> finish makes `.grad` the mean over axis "dp", while the backward pass runs.
 
     It is called once, before the first step, and `finish()` after each backward pass, also when gradients are added up
     over several of them. Runs three backward passes on 2, 3 and 1 ranks, and one on the shapes of a large model.
@@ -202,7 +202,7 @@ def but(text: str, trace: Trace | None = None) -> None:
 
 
 def _share_hidden(trace: Trace) -> float:
-    """How much of what is sent is hidden, without broadcasts: rank 0's first weights are no part of a step."""
+    """The hidden fraction of the communication, without broadcasts: rank 0's first weights are not part of a step."""
     whole, first = overlap(trace), overlap(trace.select(kind="collective", op="broadcast"))
     sent = whole.communication.sum() - first.communication.sum()
     return float(whole.hidden.sum() / sent) if sent > 0 else 1.0
@@ -231,7 +231,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
         if not callable(finish):
             raise TypeError(f"it returned {finish!r}; return the function that is called after the backward pass")
         for step, x in enumerate(xs[0]):
-            if step < 2:  # the third backward pass adds to what the second one has left
+            if step < 2:  # the third backward pass adds to the gradients of the second
                 model.zero_grad()
             model(x).square().mean().backward()
             finish()
@@ -287,7 +287,7 @@ def _layers(width: int, count: int, bias: bool = False, **options: Any) -> Any:
 
 
 def _out_of_order(layers: Any) -> Any:
-    """The same layers, which run in another order than they are listed in."""
+    """The same layers, which run in a different order than they are listed in."""
     from torch import nn
 
     class OutOfOrder(nn.Sequential):
@@ -310,8 +310,8 @@ def _alike(got: Sequence[Any], want: Sequence[Any]) -> bool:
 
 
 def _left_over(my_replicas: Replicas, steps: int) -> tuple[int, int]:
-    """The bytes that a rank of two has made and still keeps after this many steps, without the gradients; and those
-    that all ranks have sent."""
+    """The most bytes that one of two ranks allocates in this many steps and still keeps, gradients included; and the
+    bytes that all ranks send."""
     import torch
 
     from tplab.torch import LiveBytes

@@ -1,4 +1,4 @@
-"""A verdict with the learner's own schedule or run drawn below it: as it runs, as a timeline, or where it stops."""
+"""Verdicts with the learner's run or schedule drawn below: animated, as a timeline, or up to where it gets stuck."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pictured(Verdict):
 
 
 class Moving(Pictured):
-    """A verdict with the run that it is about, animated."""
+    """A verdict with an animation of the run."""
 
     def __init__(self, passed: bool, text: str, trace: Trace):
         super().__init__(passed, text)
@@ -46,16 +46,16 @@ class Moving(Pictured):
 
 
 class Timed(Moving):
-    """The same as a timeline."""
+    """A verdict with a timeline of the run."""
 
     def card(self) -> Card:
         return timeline(self.trace)
 
 
 class Drawn(Pictured):
-    """A verdict with the schedule that it is about.
+    """A verdict with a drawing of the schedule.
 
-    costs   how long its actions take
+    costs   the durations of its actions
     limit   the microbatches that a rank may hold; anything above is marked
     """
 
@@ -78,7 +78,7 @@ class Drawn(Pictured):
 
 
 def stuck(schedule: Schedule) -> bytes:
-    """A schedule that gets stuck, one column per tick: what ran, then in red what each rank waits at, then the rest."""
+    """A schedule that gets stuck, one column per tick: the actions that ran, the one each rank waits at, the rest."""
     ticks = np.asarray(schedule.earliest)
     reached = int(ticks.max(initial=-1)) + 1
     pen = Pen(WIDTH, 34 + LANE * schedule.num_ranks + 24)

@@ -28,7 +28,7 @@ NUM_SUMS = 5  # of four forward passes and one backward pass
 
 @check("block")
 def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` applies dropout with p = 1/2 between its two layers, and with p = 1/2 to what it adds to x.
+    """Check that `fn` applies dropout with p = 1/2 between its two layers, and with p = 1/2 to what it adds to x.
 
     x [T, D], replicated   a [D, F/tp]   b [F/tp, D]   ->   x + dropped(dropped(relu(x @ a)) @ b) [T, D], replicated
     In JAX, `fn` also takes a key.
@@ -48,7 +48,7 @@ def check_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
         found, dx, again, below = ([np.asarray(result[place], float) for result in results] for place in range(4))
         if found[0].shape != x.shape:
             refuse(f": the result has shape {list(found[0].shape)}, but x has {list(x.shape)}.")
-        if (found[0] == 0).any():  # x is 1 here, and nothing that is added is < 0
+        if (found[0] == 0).any():  # x is 1 here, and the block adds nothing below 0
             lost = found[0] == 0
             hint = f"x is 1 everywhere, but {lost.mean():.0%} of the result is 0. Drop only what the block adds to x."
             panel = corner("rank 0, the result", found[0], lost)
@@ -88,14 +88,13 @@ def _tensors(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _in_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that returns the block's result, the gradient of x, another result, that of -x, and what has been
-    damaged."""
+    """A program that returns the block's result, the gradient of x, a second result, that of -x, and the damage."""
 
     def program(dy: Any, x: Any, *weights: Any) -> Any:
         import torch
 
         x.requires_grad_()
-        before = Untouched({"x": x, "a": weights[0], "b": weights[1]}, generators=False)  # dropout moves torch's on
+        before = Untouched({"x": x, "a": weights[0], "b": weights[1]}, generators=False)  # dropout advances torch's
         y = fn(x, *weights)
         if not isinstance(y, torch.Tensor):
             found = "None; is a `return` missing?" if y is None else f"an object of type {type(y).__name__}"
@@ -106,7 +105,7 @@ def _in_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
         if y.shape == dy.shape and not harm:
             y.backward(dy)
         states, again = [], y
-        for seed in (1, 2):  # from two states of torch's generator: a block that seeds it ends in the same one
+        for seed in (1, 2):  # from two states of torch's generator: a block that seeds it ends in one state
             torch.manual_seed(seed)
             again = fn(x, *weights)
             states.append(torch.get_rng_state())
@@ -166,7 +165,7 @@ def _look_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Non
 
 
 def _of_the_sum(added: np.ndarray, mesh: Mesh, num_features: int) -> str:
-    """What is wrong with the mask outside if it is not drawn for each entry, or not after the sum; "" if nothing is."""
+    """The fault in an outer mask that is not drawn per entry, or not after the sum, in words; "" if there is none."""
     num_ranks, zero = mesh.axis_size("tp"), added == 0
     without = added - (num_ranks - 1)
     if num_ranks > 1 and _are_sums(without, num_features) and (without == 0).any() and not zero.any():
@@ -216,11 +215,11 @@ def _look_inside(added: np.ndarray, mesh: Mesh, num_features: int) -> None:
 
 
 def _look_at_draws(added: np.ndarray, again: np.ndarray, mesh: Mesh) -> None:
-    """Refuse a block that is run again and draws the masks of the first time."""
+    """Refuse a block that draws the same masks when it runs again."""
     both = added.any(-1) & again.any(-1)  # the tokens whose masks show in both results
     masks = {
         "outside": (added != 0, again != 0),
-        "inside": (added.max(-1), again.max(-1)),  # says which hidden features a token has kept
+        "inside": (added.max(-1), again.max(-1)),  # encodes which hidden features a token keeps
     }
     for place, (first, second) in masks.items():
         if (first[both] == second[both]).all():
@@ -230,7 +229,7 @@ def _look_at_draws(added: np.ndarray, again: np.ndarray, mesh: Mesh) -> None:
 
 
 def _look_at_work(fn: Callable[..., Any], framework: Framework) -> None:
-    """Refuse a block that every rank computes whole."""
+    """Refuse a block in which every rank does all of the work."""
     mesh, specs = BLOCK_MESHES[0], {"x": P(), "a": P(None, "tp"), "b": P("tp", None)}
 
     def with_key(x: Any, a: Any, b: Any) -> Any:
@@ -251,7 +250,7 @@ def _look_backward(
     dx: list[np.ndarray], dy: np.ndarray, added: np.ndarray, a: np.ndarray, b: np.ndarray, mesh: Mesh
 ) -> None:
     """Refuse a gradient of x that is wrong, given the masks that the result shows."""
-    codes = (added.max(-1) / 4).astype(int)  # a token without any sum passes no gradient on, whatever it has kept
+    codes = (added.max(-1) / 4).astype(int)  # a token whose sum is dropped passes no gradient on
     inside = 2 * (codes[:, None] >> np.arange(len(b)) & 1)
     dh = ((2 * dy * (added != 0)) @ b.T) * inside
     want = dy + dh @ a.T

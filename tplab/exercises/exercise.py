@@ -1,4 +1,4 @@
-"""What an exercise asks of a learner's function, and the mistakes that it knows by their results."""
+"""Definitions of exercises: the requirements for a learner's function, and known mistakes with their results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tplab.sharding import P
 Tensors = dict[str, np.ndarray]
 Framework = Literal["torch", "jax"]
 
-# Two ranks first, for the smallest picture of what is wrong. Three, because powers of two hide mistakes. An axis beside
+# Two ranks first, for the smallest picture of a mistake. Three, because powers of two hide mistakes. An axis besides
 # `tp`, because a program may mistake the world for its group. One rank, on which nothing is sent.
 MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank of one trial: what a `Mistake` can work with.
+    """One rank of one trial, as input of a `Mistake`.
 
     tensors   the whole arguments        own    this rank's pieces of them
     want      this rank's right result   mesh, rank
@@ -36,9 +36,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known way to go wrong: `wrong` predicts what each rank then has for `result`; `hint` says what to think about.
+    """A known mistake: `wrong` predicts each rank's `result`, and `hint` is shown to the learner.
 
-    It is recognised if it explains what every rank has.
+    It is recognised if its prediction holds on every rank.
     """
 
     result: str
@@ -48,27 +48,27 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Exercise:
-    """What a learner's function must do.
+    """The requirements for a learner's function.
 
     name        of the function
     tensors     (random generator, mesh) -> its arguments, whole, by name and in order
     specs       how each argument is sharded
-    plain       arguments -> the right results, whole, by name: first what the function returns, then the gradients.
-                Given one rank's pieces, it computes what that rank would have without the others
+    plain       arguments -> the right results, whole, by name: first the returned values, then the gradients.
+                Given one rank's pieces, it computes the results of that rank alone
     results     how each returned value is sharded, in order
     also        the same for values that it may also return, before or after the results; recognised by their shapes
     gradients   the arguments whose gradient is also compared, for the loss sum(result * weight(result)); the gradient
                 of "x" is the result "dx"
     mistakes    known mistakes, the likeliest first
-    reminders   what is said of a wrong result that no mistake explains, by its name
+    reminders   result -> the hint if it is wrong and no mistake explains it
     fewest      (mesh, arguments) -> the bytes that all ranks together must send; sending up to twice as much passes,
                 with a remark
     excess      if given, sending more than `slack` times `fewest` is refused, with this hint
-    surplus     what the remark asks, of the bytes that are more than `fewest`
+    surplus     the question in the remark, about the bytes in excess of `fewest`
     divided     the axis over which the work must be divided; computing everything on every rank is refused
-    by_hand     if given, what the program must be built from, in words; collectives are then refused
-    not_with    the names of library functions that would do the exercise
-    is_precise  whether it is run once more with numbers that 16 bits cannot hold, and that are no whole numbers
+    by_hand     if given, the building blocks of the program, in words; collectives are then refused
+    not_with    the names of library functions that would solve the exercise
+    is_precise  whether it is run again with fractional numbers that 16 bits cannot represent
     tolerance   the largest difference that counts as rounding, relative to the largest entry, in float64
     """
 
@@ -99,7 +99,7 @@ def own_part(plain: Callable[[Tensors], Tensors], result: str, hint: str) -> Mis
 
 
 def added_up_again(result: str, axis: Axis, hint: str) -> Mistake:
-    """The mistake of adding up what is already the same on every rank of `axis`: R times too large."""
+    """The mistake of adding up copies that are the same on every rank of `axis`: R times too large."""
     return Mistake(result, hint, lambda seen: seen.want * seen.mesh.axis_size(axis))
 
 
@@ -118,7 +118,7 @@ def added_over(result: str, axis: Axis, dim: int, plain: Callable[[Tensors], Ten
 
 
 RING = ("ring_all_reduce", "ring_all_gather", "ring_reduce_scatter")
-"""The library's own collectives made of hops, which are not seen as collectives in a trace."""
+"""The library's collectives that are made of hops, which a trace does not show as collectives."""
 
 
 def bytes_of_a_sum(tensor: np.ndarray, mesh: Mesh) -> int:

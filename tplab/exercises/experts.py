@@ -18,11 +18,11 @@ from tplab.sharding import P
 
 MESHES = (Mesh(dp=3, ep=2), Mesh(dp=2, ep=4), Mesh(dp=1, ep=3), Mesh(dp=3, ep=1), Mesh(dp=1, ep=1))
 ALL = P(("dp", "ep"))
-EXPERTS = 2  # of each rank
+EXPERTS = 2  # per rank
 
 
 def _gradients(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Each rank's gradient of the router [E, D] and of its own experts [2, D, D], one after the other's."""
+    """Each rank's gradient of the router [E, D] and of its own experts [2, D, D], concatenated over the ranks."""
     experts = EXPERTS * mesh.axis_size("ep")
     sizes = {"router": (mesh.size * experts, 3), "experts": (mesh.size * EXPERTS, 3, 3)}
     return {name: rng.normal(size=size) for name, size in sizes.items()}
@@ -47,7 +47,7 @@ def _fewest(mesh: Mesh, tensors: Tensors) -> int:
 
 
 def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """A rank's part of what `by` makes of the gradients of experts [dp, E, D, D]."""
+    """A rank's part of `by(gradients of experts [dp, E, D, D], mesh)`."""
 
     def wrong(seen: Seen) -> np.ndarray:
         found = by(_of_ranks(seen.tensors)[1], seen.mesh)
@@ -160,7 +160,7 @@ AVERAGE = Exercise(
 
 
 def check_average(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, makes gradients those of the mean over all ranks of dp and ep.
+    """Check that `fn`, in torch, turns gradients into those of the mean loss over all ranks of dp and ep.
 
     router [E, D], of this rank's loss   experts [E/ep, D, D], of all losses whose tokens this rank computed
       ->   both, averaged over the whole batch
@@ -181,18 +181,18 @@ CASES: tuple[tuple[Sequence[Sequence[int]], int, int], ...] = (
 
 
 def _leave(choices: np.ndarray, placement: Placement, arrive: bool = False) -> np.ndarray:
-    """What each rank sends to others, or what arrives from others, if a token goes to a rank once [R]."""
+    """The rows that each rank sends to others, or receives from them, if a token is sent to a rank only once [R]."""
     once = rows_between(choices, placement, once=True)
     return once.sum(0 if arrive else 1) - once.diagonal()
 
 
 def _others(targets: np.ndarray, ranks: int) -> np.ndarray:
-    """For the tokens of each rank, to how many different other ranks they go together."""
+    """The number of other ranks that receive tokens of each rank."""
     return np.array([len({*own.flatten()} - {rank}) for rank, own in enumerate(np.split(targets, ranks))])
 
 
 def _wrong_rows(choices: np.ndarray, ranks: int, experts: int) -> dict[str, np.ndarray]:
-    """What known mistakes make of the rows that each rank sends."""
+    """The rows that each rank sends, as each known mistake counts them."""
     placement, here = contiguous(experts, ranks), experts // ranks
     once, each = rows_between(choices, placement, once=True), rows_between(choices, placement)
     away = choices // here != np.arange(len(choices))[:, None] // (len(choices) // ranks)
@@ -222,7 +222,7 @@ def _wrong_rows(choices: np.ndarray, ranks: int, experts: int) -> dict[str, np.n
 
 @check(not_with=("rows_between", "tokens_between"))
 def check_rows_sent(fn: Callable[..., Any]) -> Verdict:
-    """Whether fn(choices, ranks, experts) is how many rows each rank sends to others if a token goes to a rank once.
+    """Check that fn(choices, ranks, experts) counts the rows that each rank sends, if a token goes to a rank only once.
 
     choices [T, k]   of all tokens, the first T/ranks of which are on rank 0 and so on; experts are spread likewise
       ->   one number per rank

@@ -12,13 +12,13 @@ from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, T
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
-# Nine ranks: the lab's ring has eight, and on eight or fewer a program that always makes seven hops is right.
+# Nine ranks: the lab's ring has eight, and on eight ranks or fewer a maximum over seven hops is right.
 MESHES = (Mesh(ring=4), Mesh(ring=3), Mesh(ring=2), Mesh(ring=9), Mesh(ring=1))
 
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """One number per rank, in any order. On three ranks all are far below zero, so that a maximum which starts at 0, or
-    at some number that is small enough elsewhere, is wrong."""
+    """One number per rank, in random order. On three ranks all are far below zero, so a maximum that starts at 0, or at
+    a number that is small enough elsewhere, is wrong."""
     first = -20_000_000_000.0 if mesh.size == 3 else 10.0
     step = 4096.0 if mesh.size == 3 else 1.0  # float32 can tell them apart
     return {"x": first + step * rng.permutation(mesh.size)}
@@ -61,7 +61,7 @@ def _on_a_ring(
 
 
 def _counted_often(seen: Seen) -> np.ndarray:
-    """Every rank adds what arrives to its whole sum, and passes that on."""
+    """The sum if every rank adds each arriving sum to its own, and passes the result on."""
     sums = seen.tensors["x"]
     for _ in sums[1:]:
         sums = sums + np.roll(sums, 1)
@@ -128,7 +128,7 @@ def _between_neighbours(answer: Answer) -> Verdict:
 
 
 def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn`, the program of one rank, adds up the numbers of its ring.
+    """Check that `fn`, the program of one rank, adds up the numbers of its ring.
 
     x [1]   ->   their sum [1], the same on every rank of axis "ring"
     """
@@ -183,7 +183,7 @@ LARGEST = _on_a_ring(
 
 
 def check_largest(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn`, the program of one rank, finds the largest number of its ring.
+    """Check that `fn`, the program of one rank, finds the largest number of its ring.
 
     x [1]   ->   largest [1], the same on every rank of axis "ring"
     """

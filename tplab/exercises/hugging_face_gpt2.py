@@ -46,7 +46,7 @@ def small_gpt2(seed: int = 0) -> Any:
     )
     model.loss_type = "ForCausalLM"
     with torch.no_grad():
-        for parameter in model.parameters():  # norms of ones and biases of zeros would hide what is done to them
+        for parameter in model.parameters():  # norms of ones and biases of zeros would hide mistakes
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape) / 8)
     return model
@@ -93,7 +93,7 @@ class Reported(Verdict):
 
 
 def _compare(mesh: Mesh, sharded: Callable[[Any], Any], model: Any) -> ParallelReport:
-    """The report on a model that `sharded` has sharded; refused if a tensor differs."""
+    """The report on a model that `sharded` shards; refuses one with a different tensor."""
     from tplab.torch import check_parallel
 
     with on(mesh):
@@ -116,12 +116,12 @@ KNOWN = {
     "^output of .*: its bias is not added": "Add it once, after the sum",
     "^gradient of .*bias: 1/. of the reference on every": "Does each rank add a share? Add all of it, after the sum",
 }
-"""What to do about two mistakes that `check_parallel` finds, but does not explain."""
+"""Advice on two mistakes that `check_parallel` finds, but does not explain."""
 
 
 @check(takes=(type, FunctionType), how="Give the class itself.")
 def check_row(layer: Callable[..., Any]) -> Verdict:
-    """Whether `layer(given)` is the row-parallel form, over "tp", of a GPT-2's Conv1D `given`.
+    """Check that `layer(given)` is the row-parallel form, over "tp", of a GPT-2's Conv1D `given`.
 
     It replaces mlp.c_proj in every block of a sharded GPT-2. check_parallel compares the result with the unsharded
     model, and each rank may hold only its share of the weight.
@@ -198,8 +198,8 @@ def _share_of_work(layer: Callable[..., Any]) -> float:
 
 
 def check_llama_plan(plan: Callable[[], Mapping[str, Any] | None] | Mapping[str, Any]) -> Verdict:
-    """Whether `plan()`, or `plan` itself, is a correct plan for `small_llama()`: with it, the model computes the same
-    as before, and no matrix is whole on every rank."""
+    """Check that `plan()`, or `plan` itself, is a correct plan for `small_llama()`: with it, the model computes the
+    same as before, and no matrix is whole on every rank."""
     name = getattr(plan, "__name__", "the plan")
     return check(name, ("llama_plan",), ("tplab",))(_planned)(plan if callable(plan) else lambda: plan)
 

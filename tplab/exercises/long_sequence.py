@@ -63,7 +63,7 @@ def _with_gradients(tensors: Tensors) -> Tensors:
 def _tile_gradients(
     whole: Tensors, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, rows: slice = slice(None)
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the tile of queries q (`rows` of the whole) with keys k adds to dq, dk and dv: do [n, d] belongs to q."""
+    """Terms of dq, dk and dv from the tile of queries q (`rows` of the whole) and keys k. do [n, d] belongs to q."""
     scores = _scores(whole["q"], whole["k"])[rows]
     highest = scores.max(-1, keepdims=True)
     lse = highest + np.log(np.exp(scores - highest).sum(-1, keepdims=True))
@@ -74,7 +74,7 @@ def _tile_gradients(
 
 
 def _tile(seen: Seen, query: int, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the tile of rank `query`'s queries with rank `key`'s keys adds."""
+    """The terms of dq, dk and dv from the tile of rank `query`'s queries and rank `key`'s keys."""
     pieces = _pieces(seen)
     size = len(pieces[0]["q"])
     rows = slice(query * size, (query + 1) * size)
@@ -83,7 +83,7 @@ def _tile(seen: Seen, query: int, key: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _sum_of_tiles(seen: Seen, tiles: Callable[[int, int], tuple[int, int]], which: int) -> np.ndarray:
-    """The sum over the ranks j of a ring, of tile `tiles(this rank, j)` = (query, key)."""
+    """The sum, over the ranks j of a ring, of the terms from tile `tiles(this rank, j)` = (query, key)."""
     index = _index(seen)
     return np.sum([_tile(seen, *tiles(index, j))[which] for j in range(seen.mesh.axis_size("cp"))], 0)
 
@@ -124,7 +124,7 @@ GRADIENTS = Exercise(
         # forward k and v, R - 1 hops; backward k, v, dk and dv, R hops
         (6 * mesh.axis_size("cp") - 2) * tensors["k"].nbytes * (mesh.size // mesh.axis_size("cp"))
     ),
-    tolerance=1e-5,  # float32 inside is fine
+    tolerance=1e-5,  # a program may compute in float32
     meshes=MESHES,
     mistakes=(
         Mistake("dq", _STALE, lambda seen: _sum_of_tiles(seen, lambda me, _: (me, me), 0)),
@@ -145,12 +145,12 @@ GRADIENTS = Exercise(
 
 
 MOST_KEPT = 8
-"""A rank may keep so many times the bytes of its q for the backward pass; q, k, v, o and the log-sum-exp are 4."""
+"""The most that a rank may keep for the backward pass, in units of its q; q, k, v, o and the log-sum-exp take 4."""
 
 
 def check_gradients(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, is attention over the ranks of "cp", with the right gradients, and keeps no more for them
-    than q, k, v, o and the log-sum-exp.
+    """Check that `fn`, in torch, is attention over the ranks of "cp" with the right gradients, and keeps little more
+    for them than q, k, v, o and the log-sum-exp.
 
     q, k, v [S/cp, d]   ->   o [S/cp, d]
     """
@@ -177,8 +177,8 @@ def _keeps_little(answer: Answer) -> Verdict:
 
 
 def _held(answer: Answer, num_ranks: int, num_passes: int = 1) -> list[float]:
-    """What the fullest rank holds at each moment, relative to its q: of a forward pass without gradients (0), of one
-    with them (1), or of both passes (2)."""
+    """The memory of the fullest rank over time, in units of its q: in a forward pass without gradients (0), in one
+    with them (1), or in both passes (2)."""
 
     def program(*arguments: Any) -> Any:
         out = answer.fn(*(argument.requires_grad_(num_passes > 0) for argument in arguments))
@@ -202,7 +202,7 @@ def _causal(tensors: Tensors) -> Tensors:
 
 
 Tile = tuple[int, bool]
-"""The rank whose k and v a tile has, and whether it is cut to a triangle."""
+"""(the rank whose k and v a tile uses, whether the tile is cut to a triangle)."""
 
 
 def _over(seen: Seen, tiles: Sequence[Tile]) -> np.ndarray:
@@ -273,14 +273,14 @@ CAUSAL = Exercise(
     },
 )
 MOST_MORE = 8
-"""What a rank may hold more, in bytes of its q, for four more ranks: their keys and values are as much."""
+"""Growth of a rank's memory with four more ranks that is too much, in units of its q: that of their k and v."""
 
 MOST_TILES = 0.75
 """On four ranks, 10 of 16 tiles are needed: 0.63 of the FLOPs of all tiles."""
 
 
 def check_causal_ring(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, is causal attention over the ranks of "cp", and computes no tile that nobody needs.
+    """Check that `fn`, in torch, is causal attention over the ranks of "cp", and computes no needless tile.
 
     q, k, v [S/cp, d], consecutive tokens   ->   o [S/cp, d]
     """
@@ -310,7 +310,7 @@ def _skips_tiles(answer: Answer) -> Verdict:
 
 
 def _flops(answer: Answer, mesh: Mesh) -> list[float]:
-    """The FLOPs of each rank, with tiles so large that nothing else counts."""
+    """The FLOPs of each rank, with tiles so large that nothing else matters."""
     rng = np.random.default_rng(0)
     trace = answer.run(mesh, {name: rng.standard_normal((256, 64)) for name in NAMES}, cluster="h100").trace
     return [float(trace.select(rank=rank, kind="compute").column("flops").sum()) for rank in mesh.ranks]

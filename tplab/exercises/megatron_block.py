@@ -51,7 +51,7 @@ def _added_before(seen: Seen) -> np.ndarray:
 
 
 def _mean(seen: Seen) -> np.ndarray:
-    """The mean of the ranks' terms, and the bias."""
+    """The mean of the ranks' terms, plus the bias."""
     return seen.own["bias"] + (seen.want - seen.own["bias"]) / seen.mesh.axis_size("tp")
 
 
@@ -90,7 +90,7 @@ DOWN = Exercise(
 
 
 def check_down(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is a row-parallel layer with a bias, with the right gradients.
+    """Check that `fn` is a row-parallel layer with a bias, with the right gradients.
 
     hidden [B, S, H/tp]   b [H/tp, D]   bias [D]   ->   hidden @ b + bias [B, S, D], the same on every rank of "tp"
     """
@@ -108,7 +108,7 @@ def _two_norms(tensors: Tensors) -> np.ndarray:
 
 
 def _one_way(summed: str, alone: str, hint: str) -> Mistake:
-    """h enters attention and the MLP; the gradients of only one of these paths are added up."""
+    """The mistake of adding up the gradients of only one of the paths from h, through attention or the MLP."""
 
     def wrong(seen: Seen) -> np.ndarray:
         whole, own = one_norm(seen.tensors), own_weights(seen)
@@ -182,7 +182,7 @@ PARALLEL_BLOCK = Exercise(
 
 
 def check_parallel_block(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the block y = x + attention(h) + mlp(h) with h = norm(x), with the right gradients.
+    """Check that `fn` is the block y = x + attention(h) + mlp(h) with h = norm(x), with the right gradients.
 
     x [B, S, D]   scale [D]   q, k, v [n/tp, D, d]   o [n/tp, d, D]   a [D, H/tp]   b [H/tp, D]
       ->   y [B, S, D], the same on every rank of axis "tp"; norm: RMS, eps 1e-6; attention: causal; mlp: gelu

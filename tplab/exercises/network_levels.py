@@ -49,8 +49,8 @@ GATHER_ALL = Exercise(
 
 
 def check_gather_all(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` gathers every rank's row, sends each row only once to each other node and to each GPU of a node, and
-    lets gradients through.
+    """Check that `fn` gathers every rank's row, sends each row only once to each other node and to each GPU of a node,
+    and lets gradients through.
 
     x [1, n]   ->   y [R, n], row r from rank r, the same on every rank of axes "node" and "gpu"
     """
@@ -70,11 +70,11 @@ ADDED = (
 
 
 def few_rows(answer: Answer, again: str, added: str = "", late: str = "") -> None:
-    """Refuse a program of two levels that sends more rows of its argument x to other nodes or inside its node than it
-    must. Inside, all ranks together count: in some ways to gather, one of them sends more than its share.
+    """Refuse a two-level program that sends more rows of x to other nodes, or inside the nodes, than necessary. Inside,
+    the total over all ranks counts: in some ways to gather, one of them sends more than its share.
 
-    again   the hint for too many inside        added   the hint where rows are added up, if they need not be
-    late    the hint for too many to other nodes where it begins inside, if it should
+    again   the hint for too many rows inside   added   the hint if rows are added up needlessly
+    late    the hint for too many rows to other nodes, if the program rightly begins inside the nodes
     """
     for mesh in answer.exercise.meshes:
         nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
@@ -104,11 +104,11 @@ def few_rows(answer: Answer, again: str, added: str = "", late: str = "") -> Non
 
 
 def _what_flows_back(answer: Answer) -> str:
-    """Which gradient a row gets, in words: the same on every mesh. Refuses a gather that lets none through, or leaves
-    damage behind.
+    """A sentence on the gradient that a row receives, true on every mesh. Refuses a gather that lets none through, or
+    leaves damage behind.
 
-    How often the gradient counts depends on who uses the rows: `all_gather` adds up all ranks' gradients for a row, and
-    `gather_from` takes its owner's. Both are right.
+    Which gradient is right depends on the use of the rows: `all_gather` adds up all ranks' gradients for a row, and
+    `gather_from` takes its owner's. Both are accepted.
     """
     said = list(GRADIENTS)
     for mesh in GATHER_ALL.meshes:
@@ -139,4 +139,4 @@ GRADIENTS: dict[str, Callable[[Mesh], int]] = {
     "The gradient of a row is the sum of those along gpu, but not along node.": lambda mesh: mesh.axis_size("gpu"),
     "The gradient of a row is the sum of those along node, but not along gpu.": lambda mesh: mesh.axis_size("node"),
 }
-"""What the gradient of a row may be, and how many ranks' gradients it then adds up."""
+"""A sentence on each possible gradient of a row -> the number of ranks whose gradients it adds up."""

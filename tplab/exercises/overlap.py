@@ -23,10 +23,10 @@ FEATURES, ROWS, COLUMNS = P(None, "tp"), P("tp"), P(None, "tp")
 MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
 TOKENS, WIDTH, NUM_RANKS = 8192, 8192, 8
 ENOUGH = 0.9
-"""The fraction of the communication that can be hidden which must be hidden, on eight ranks of a modelled H100 node."""
+"""The fraction of the hideable communication that must be hidden, on eight ranks of a modelled H100 node."""
 
 MOST_WORK = 1.2
-"""The most that a rank may compute, as a multiple of its own matmul: additions are little beside it."""
+"""The most that a rank may compute, as a multiple of its own matmul; additions are small compared with it."""
 
 
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -52,7 +52,7 @@ def _in_parts(seen: Seen, array: np.ndarray, dim: int = 1) -> list[np.ndarray]:
 
 
 def _pieces_times(seen: Seen, columns: Callable[[int], int]) -> np.ndarray:
-    """The k-th piece to arrive, which is that of rank i - k, multiplied by the columns for rank `columns(k)`."""
+    """The sum over k of the k-th piece to arrive, from rank i - k, times the columns for rank `columns(k)`."""
     pieces, parts = _in_parts(seen, seen.tensors["x"]), _in_parts(seen, seen.own["w"])
     num_ranks = len(parts)
     return np.sum(
@@ -67,8 +67,8 @@ def _last_twice(seen: Seen) -> np.ndarray:
 
 
 def _sum_of_terms(seen: Seen, way: int, part: int | None) -> np.ndarray:
-    """What ends up on a rank if each of the ranks that are k before it, on a ring that goes this way, adds its term for
-    the rank that is k before itself; or always for the one that is `part` away."""
+    """A rank's sum if each rank k places before it, on a ring in direction `way`, adds its term for the rank k places
+    before itself; or, with `part`, for the rank `part` places after itself."""
     x, w = (_in_parts(seen, seen.tensors[key]) for key in ("x", "w"))
     num_ranks, total = len(x), np.zeros(())
     for k in range(num_ranks):
@@ -162,7 +162,7 @@ SCATTER = Exercise(
 
 
 def check_gather_product(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, computes all_gather(x) @ w.T and hides what it sends; it remarks on one direction only.
+    """Check that `fn`, in torch, computes all_gather(x) @ w.T and hides its messages. Remarks on a single direction.
 
     x [T, D/tp]   w [F/tp, D]   ->   y [T, F/tp]
     """
@@ -170,10 +170,10 @@ def check_gather_product(fn: Callable[..., Any]) -> Verdict:
 
 
 def _way(trace: Trace) -> str:
-    """A remark on pieces that pass over some ranks, that all travel in one direction, or that no rank needs."""
+    """A remark on pieces that skip ranks, that all travel in one direction, or that no rank needs."""
     peers = {event.peer for event in trace.events if event.rank == 0 and event.kind == "send"}
     way = FAR if not peers <= {1, NUM_RANKS - 1} else ONE_WAY if len(peers) < 2 else ""
-    if (pieces := _pieces(trace)) > (NUM_RANKS if len(peers) == 2 else NUM_RANKS - 1):  # the two ways may meet
+    if (pieces := _pieces(trace)) > (NUM_RANKS if len(peers) == 2 else NUM_RANKS - 1):  # both directions may meet
         way += (
             f"\nEach of {NUM_RANKS} ranks sends {pieces:g} pieces, and {NUM_RANKS - 1} would do: is each of them used?"
         )
@@ -199,7 +199,7 @@ FAR = (
 
 
 def check_product_scatter(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn`, in torch, computes reduce_scatter(x @ w.T) and hides what it sends; it remarks on a needless hop.
+    """Check that `fn`, in torch, computes reduce_scatter(x @ w.T) and hides its messages. Remarks on a needless hop.
 
     x [T, D/tp]   w [F, D/tp]   ->   y [T, F/tp]
     """
@@ -251,7 +251,7 @@ def traced(fn: Callable[..., Any], exercise: Exercise) -> Trace:
     specs = tuple(exercise.specs.values())
 
     def on_meta(x: Any, w: Any) -> Any:
-        with torch.device("meta"):  # where tensors are that `fn` makes
+        with torch.device("meta"):  # for the tensors that `fn` creates
             return fn(x, w)
 
     return run(on_meta, Mesh(tp=NUM_RANKS), x, w, in_specs=specs, cluster="h100").trace

@@ -1,4 +1,4 @@
-"""An exercise of lab 07: a dropout of one's own, whose masks depend on a key and on the rank's place."""
+"""An exercise of lab 07: write a dropout whose masks depend on a key and on the rank's position."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tplab.widgets.matrices import Panel
 
 MESHES = (Mesh(tp=4), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(tp=1))
 MANY = Mesh(tp=130)
-"""Enough ranks that seeds such as 100 * key + index meet."""
+"""Enough ranks that seeds such as 100 * key + index collide."""
 
 _AXES = {1: (None, "tp"), 2: (None, "tp", "dp", ("dp", "tp"))}  # by the number of axes of the mesh
 _KEYS, _P = (0, 1, 2, 3), 0.25
 _FEW = Mesh(tp=12), (*range(30), 100, 1000, 10_000), (8, 16)
-_Masks = dict[tuple[Any, int], list[np.ndarray]]  # by axis and key: what each rank returned, divided by x
+_Masks = dict[tuple[Any, int], list[np.ndarray]]  # (axis, key) -> each rank's result divided by x
 
 
 @check("drop", not_with=("dropout",), libraries=("tplab",))
 def check_drop(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(x, p, key, axis)`, in torch, is a dropout whose mask depends on the key and, along `axis`, the rank.
+    """Check that `fn(x, p, key, axis)`, in torch, is a dropout whose mask depends on the key and the rank along `axis`.
 
     x any shape   p the fraction that is dropped   key an integer, the same on every rank   axis as in tplab's dropout
     """
@@ -55,7 +55,7 @@ def check_drop(fn: Callable[..., Any]) -> Verdict:
 
 @contextmanager
 def _hashed(fn: Callable[..., Any]) -> Iterator[list[str]]:
-    """Notes the texts whose `hash` the learner's code takes while it runs."""
+    """Collect the strings whose `hash` the learner's code takes inside."""
     found: list[str] = []
     theirs, original = getattr(fn, "__globals__", None), builtins.hash
 
@@ -83,8 +83,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _drawn(fn: Callable[..., Any], mesh: Mesh) -> tuple[_Masks, str]:
-    """What each rank gets for every axis and key, and what it has damaged. Before each draw, the ranks' own generators
-    are out of step."""
+    """Each rank's masks for every axis and key, and the damage. Before each draw, the ranks' own generators differ."""
     import torch
 
     from tplab.torch import axis_index
@@ -115,7 +114,7 @@ def _drawn(fn: Callable[..., Any], mesh: Mesh) -> tuple[_Masks, str]:
 
 
 def _of_other_kinds(fn: Callable[..., Any]) -> str:
-    """What is wrong with a draw for x of another shape and another p, or with its gradient; "" if nothing is."""
+    """The fault in a draw for x of another shape and another p, or of its gradient, in words; "" if there is none."""
     import torch
 
     x = torch.full((20, 3, 40), 2.0, requires_grad=True)
@@ -135,7 +134,7 @@ def _of_other_kinds(fn: Callable[..., Any]) -> str:
 
 
 def _many(fn: Callable[..., Any], mesh: Mesh, keys: tuple[int, ...], shape: tuple[int, int]) -> _Masks:
-    """What ranks get for many keys, or many ranks."""
+    """Each rank's masks for many keys, or on many ranks."""
     import torch
 
     calls = [*product((None, "tp"), keys)]
@@ -158,7 +157,7 @@ def _look(masks: _Masks, mesh: Mesh) -> None:
     together = [("row", first[:1]), ("column", first[:, :1])]
     if alike := next((which for which, one in together if ((first == 0) == (one == 0)).all()), ""):
         refuse(f", on {mesh}: every {alike} of a mask is the same.\n{EACH}", shown)
-    different = {mask.tobytes(): mask for drawn in masks.values() for mask in drawn}.values()  # others say nothing new
+    different = {mask.tobytes(): mask for drawn in masks.values() for mask in drawn}.values()  # copies add nothing
     share = float(np.mean([mask == 0 for mask in different]))
     if is_off(share, first.size * len(different), _P):
         refuse(f", on {mesh}: with p = {_P}, {share:.0%} of the numbers are dropped.", shown)
@@ -170,7 +169,7 @@ def _look(masks: _Masks, mesh: Mesh) -> None:
 
 
 def _look_at_ranks(axis: Any, drawn: list[np.ndarray], mesh: Mesh) -> None:
-    """Ranks at the same position along the axis must draw the same mask, and at different positions different masks."""
+    """Refuse different masks at the same position along the axis, and equal masks at different positions."""
     for one, other in combinations(mesh.ranks, 2):
         is_equal = bool(((drawn[one] != 0) == (drawn[other] != 0)).all())
         if is_equal == (axis is None or mesh.index(one, axis) == mesh.index(other, axis)):
@@ -187,8 +186,8 @@ def _look_at_ranks(axis: Any, drawn: list[np.ndarray], mesh: Mesh) -> None:
 
 
 def _look_at_keys(masks: _Masks, axes: Sequence[Any], mesh: Mesh, apart: Any = None) -> None:
-    """Draws with different keys must have different masks, even on different ranks and along different axes. Along the
-    axis `apart`, all ranks are at different places."""
+    """Refuse equal masks of draws with different keys, even on different ranks and along different axes. Along the axis
+    `apart`, all ranks are at different positions, so their masks must also differ with the same key."""
     orders = [[axis] for axis in axes] + [list(axes)]
     for order in orders:
         known: dict[bytes, tuple[Any, int, int]] = {}

@@ -1,4 +1,4 @@
-"""The exercises of lab 12: a pipeline that stores its outputs in the wrong rows, and one that goes round twice."""
+"""The exercises of lab 12: a pipeline that stores its outputs in the wrong rows, and one that goes around twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(pp=4), Mesh(pp=1))
 
 
 def _stage(w: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """As in the lab. It does not map 0 to 0, so that what a rank computes before its first microbatch is seen."""
+    """The lab's stage. It does not map 0 to 0, so that a rank's outputs before its first microbatch are visible."""
     return np.tanh(x @ w + 0.1)
 
 
@@ -62,24 +62,24 @@ def _too_early(seen: Seen) -> np.ndarray:
 
 
 def _clamped(seen: Seen) -> np.ndarray:
-    """The same with all ticks from m - 1 on in the last row, where the last microbatch comes last."""
+    """The same, but all ticks from m - 1 on are written to the last row, the last microbatch last."""
     return np.concatenate([_too_early(seen)[:-1], seen.want[-1:]])
 
 
 def _shifted_twice(seen: Seen) -> np.ndarray:
-    """The outputs are as many rows too far down as the right index is further up."""
+    """The outputs, shifted down by as many rows as they should be shifted up."""
     zeros = _of_zeros(seen)
     return np.concatenate([0 * zeros, zeros, seen.want])[:MICROBATCHES]
 
 
 def _added(seen: Seen) -> np.ndarray:
-    """A negative index counts from the end, so what should be left out was added to the last rows."""
+    """The outputs if those of zeros are added to the last rows, since a negative index counts from the end."""
     zeros = _of_zeros(seen)
     return seen.want + np.concatenate([np.zeros_like(seen.want)[len(zeros) :], zeros])
 
 
 def _ended(seen: Seen) -> np.ndarray:
-    """Those of the first m ticks. A negative index counts from the end, so those of zeros are in the last rows."""
+    """The outputs of the first m ticks. Those of zeros are in the last rows: a negative index counts from the end."""
     zeros = _of_zeros(seen)
     return np.concatenate([seen.want[: MICROBATCHES - len(zeros)], zeros])
 
@@ -161,7 +161,7 @@ PIPELINE = Exercise(
 
 
 def check_pipeline(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(w, xs)`, a program of JAX, sends microbatches through the stages of all ranks, tanh(x @ w[0] + 0.1).
+    """Check that `fn(w, xs)`, in JAX, sends microbatches through the stages of all ranks, tanh(x @ w[0] + 0.1).
 
     w [1, D, D], this rank's own   xs [m, B, D]   ->   [m, B, D], the same on every rank of "pp"
     """
@@ -171,7 +171,7 @@ def check_pipeline(fn: Callable[..., Any]) -> Verdict:
 
 
 def _typed(verdict: Verdict) -> Verdict:
-    """The verdict, in fewer words if JAX did not take what a loop begins with."""
+    """The verdict, with a shorter text if JAX rejected the initial value of a loop."""
     if "manual ax" in verdict.text and "do not match" in verdict.text:
         verdict.text = (
             f"{verdict.text.partition(':')[0]}: a loop begins with a value that is the same on every rank, and goes on "
@@ -184,14 +184,14 @@ def _typed(verdict: Verdict) -> Verdict:
 
 FOUR = Mesh(pp=4)
 MANY_ROWS = 20
-"""Rows of a microbatch with which choosing a matrix, even by a matmul, is little work beside multiplying with it. The
-trace still keeps the values of such a microbatch."""
+"""Enough rows of a microbatch that choosing a matrix, even by a matmul, is little work compared with multiplying by it.
+The trace still keeps the values of such a microbatch."""
 
 
 def _in_ticks(answer: Answer, exchanges: int, too_slow: str, too_much: str) -> Verdict:
-    """The verdict also on how often the ranks exchange messages, and on how much they compute in between.
+    """The verdict; refuses a wrong number of exchanges, too much work between them, and needless ticks.
 
-    exchanges   the fewest on four ranks. One more passes: the last tick may send what no rank wants
+    exchanges   the fewest on four ranks. One more passes: the last tick may send a needless message
     too_slow, too_much   the hints
     """
     trace = next(trace for trace in answer.traces if trace.mesh == FOUR)  # of the forward pass, which comes first
@@ -215,11 +215,11 @@ def _in_ticks(answer: Answer, exchanges: int, too_slow: str, too_much: str) -> V
 
 
 def _ticks(answer: Answer) -> tuple[int, int]:
-    """In how many ticks a rank does a matmul of a stage's size, and the most of them that a rank does in one tick; a
-    batched one counts several times.
+    """The most ticks in which a rank does matmuls of a stage's size, and the most of them that a rank does in one tick;
+    a batched one counts several times.
 
-    A rank's tick ends when it sends. What it does before that for the first time does not count if rank 0 does not send
-    its result: there the program may compute an output only to know its shape.
+    A rank's tick ends when it sends. Work before the first send does not count if rank 0 does not send its result:
+    there the program may compute an output only for its shape.
     """
     tensors = answer.tensors(FOUR)
     tensors = {**tensors, "xs": np.repeat(tensors["xs"], MANY_ROWS, axis=1)}
@@ -258,7 +258,7 @@ def _around(tensors: Tensors) -> Tensors:
 
 
 def _with(choice: Choice) -> Callable[[Seen], np.ndarray]:
-    """What comes out if a rank takes w[choice(round, microbatch, rank, R)]."""
+    """The outputs if a rank uses w[choice(round, microbatch, rank, R)]."""
 
     def wrong(seen: Seen) -> np.ndarray:
         w, ranks = seen.tensors["w"], seen.mesh.axis_size("pp")
@@ -282,12 +282,12 @@ def _first_round_alone(seen: Seen) -> np.ndarray:
 
 
 def _last_round_of_the_last(seen: Seen) -> np.ndarray:
-    """The same if rank 0 takes its last microbatch again and again."""
+    """The same if rank 0 keeps using its last microbatch."""
     return np.tile(_last_round_alone(seen)[-1:], (len(seen.want), 1, 1))
 
 
 def _ring(seen: Seen, step: int = 1) -> np.ndarray:
-    """What each rank computes in the last R ticks if rank r has work number t - r in tick t, and sends `step` ranks on.
+    """Each rank's outputs in the last R ticks if rank r does work number t - r in tick t, and sends `step` ranks on.
 
     [R, ranks, B, D]
     """
@@ -364,7 +364,7 @@ LOOP = Exercise(
 
 
 def check_loop(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(w, xs)`, a program of JAX, sends one microbatch per rank twice around the ring, through the stages
+    """Check that `fn(w, xs)`, in JAX, sends one microbatch per rank twice around the ring, through the stages
     tanh(x @ w[0, 0] + 0.1) of all ranks and then through those of w[0, 1], without a pause in between.
 
     w [1, 2, D, D], this rank's own   xs [R, B, D]   ->   [R, B, D], the same on every rank of "pp"

@@ -1,4 +1,4 @@
-"""The exercises of lab 13: a model with a matrix that hides from the pipeline, and the bytes along a row."""
+"""The exercises of lab 13: a model with a matrix hidden from the pipeline, and the bytes along a row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tplab.pipeline.layer_spec import TiedSpec, layer_names, ties
 from tplab.schedules import Action, Schedule, gpipe, interleaved_1f1b, looped_bfs, measured_costs, one_f_one_b
 from tplab.widgets.matrices import Panel
 
-# --- the bug: a matrix that hides ------------------------------------------------------------------------------------
+# --- the bug: a hidden matrix ----------------------------------------------------------------------------------------
 
 VOCABULARY, SEQUENCE, MICROBATCHES, BLOCKS = 65, 16, 4, 4
 
 
 @check("my_layers")
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
-    """Whether `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
+    """Check that `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
     trains in the same way as one rank does, whose head is the embedding's matrix, and which has a norm before it."""
     if (layers := model()) is None:
         refuse(": it returned None; is a `return` missing?")
@@ -96,8 +96,8 @@ def _gradients(model: Callable[[], Sequence[Any]], ranks: int) -> dict[str, np.n
 
 
 def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
-    """What a layer uses that is not its own parameter, or shares with another layer without declaring it, in words; ""
-    if there is no such thing."""
+    """In words, a tensor that a layer uses but that is not its parameter, or that it shares with another layer without
+    declaring it; "" if there is none."""
     from tplab.torch import stages_of
 
     layers = list(model())
@@ -131,10 +131,10 @@ def _hidden(model: Callable[[], Sequence[Any]], ranks: int) -> str:
 
 
 def _another_head(model: Callable[[], Sequence[Any]], ranks: int) -> str:
-    """How what comes after the blocks is not the lab's, in words; "" if it is.
+    """In words, how the part after the blocks differs from the lab's; "" if it does not.
 
-    The head gets what a new norm returns, of mean square 1 in each token, or has a norm of its own: then twice the
-    input gives the same logits. Within 5 %, for a norm's epsilon. These logits are the product with its matrix.
+    The head must receive the output of a new norm, with mean square 1 in each token, or have its own norm: then twice
+    the input gives the same logits, within 5 % for the epsilon. Logits must be the product with the head's matrix.
     """
     import torch
 
@@ -170,7 +170,7 @@ def _looks_up(cls: Any) -> bool:
 
 
 def _leaves(x: Any) -> list[Any]:
-    """The tensors that a gradient of x would be added to."""
+    """The leaves of x's graph, which its backward pass would give gradients."""
     todo, met, found = [x.grad_fn], set(), []
     while todo:
         node = todo.pop()
@@ -202,8 +202,8 @@ MostBytes = Callable[[Sequence[Action], Sequence[int]], Any]
 
 @check("most_bytes")
 def check_most_bytes(most_bytes: MostBytes) -> Verdict:
-    """Whether `most_bytes(row, stage_bytes)` is the most that the rank with this row of actions keeps at once, compared
-    with ranks that train a model of unequal stages. stage_bytes[s] is what stage s keeps for one microbatch."""
+    """Check that `most_bytes(row, stage_bytes)` is the most bytes that the rank with this row of actions keeps at once,
+    as measured for a model of unequal stages. Stage s keeps stage_bytes[s] for one microbatch."""
     shown: dict[str, list[Panel]] = {}
     wrong, guesses = "", []
     for schedule in SCHEDULES:
@@ -234,7 +234,7 @@ def check_most_bytes(most_bytes: MostBytes) -> Verdict:
 
 
 def _guesses(schedule: Schedule, stage_bytes: Sequence[int]) -> dict[str, Any]:
-    """What each known mistake gives for the ranks, by the hint that helps."""
+    """hint -> the bytes by rank that this known mistake gives"""
     rows = schedule.by_rank()
     stages = [sorted({action.stage for action in row}) for row in rows]
     own = [[stage_bytes[stage] for stage in held] for held in stages]
@@ -267,7 +267,7 @@ def _guesses(schedule: Schedule, stage_bytes: Sequence[int]) -> dict[str, Any]:
 
 
 def _most(row: Sequence[Action], stage_bytes: Sequence[int] | Mapping[int, int], after: str = "FB") -> int:
-    """The most that the row keeps after an action of these kinds."""
+    """The most bytes that the row keeps after an action of these kinds."""
     kept = most = 0
     for action in row:
         kept += stage_bytes[action.stage] * (1 if action.kind == "F" else -1)
@@ -276,7 +276,7 @@ def _most(row: Sequence[Action], stage_bytes: Sequence[int] | Mapping[int, int],
 
 
 def _held(schedule: Schedule) -> tuple[list[int], np.ndarray]:
-    """What each stage of a small model keeps for one microbatch, and the most that each rank keeps, both measured."""
+    """The bytes that each stage of a small model keeps for one microbatch, and the most per rank, both measured."""
     import torch
     from torch import nn
     from torch.nn import functional as F

@@ -19,13 +19,13 @@ from tplab.units import counted
 Cells = str | Sequence[str]
 Row = Callable[[int, int, int], Cells]
 LIBRARY = (*(rule.__name__ for rule in RULES.values()), "auto_schedule")
-"""What would solve a puzzle, or all of it."""
+"""Library functions that would solve a puzzle."""
 SIZES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 5))
 
 
 @check(not_with=("one_f_one_b",))
 def check_one_f_one_b(row: Row) -> Verdict:
-    """Whether `row(rank, ranks, microbatches)` gives that rank's row of 1F1B, as text, "F0 F1 B0 ...", or in a list."""
+    """Check that `row(rank, ranks, microbatches)` gives that rank's row of 1F1B, as text ("F0 F1 ...") or a list."""
     schedules = [_of_rows(_rows(row, *size)) for size in SIZES]
     said = _hint(schedules)
     for (ranks, microbatches), schedule in zip(SIZES, schedules):
@@ -128,7 +128,7 @@ PUZZLES = {
 
 
 def check_puzzle(number: int, fn: Callable[[], Any]) -> Verdict:
-    """Whether `fn()` is a schedule, or the picture of one, that solves puzzle `number`. Never raises."""
+    """Check that `fn()` is a schedule, or the picture of one, that solves puzzle `number`. Never raises."""
     if number not in PUZZLES:
         return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
     puzzle, name = PUZZLES[number], f"puzzle {number}"
@@ -171,8 +171,8 @@ def _solves(fn: Callable[[], Any], puzzle: Puzzle) -> Verdict:
 
 
 def _first_wait(run: Simulation, slots: int) -> str:
-    """The first wait in which the rank could run a later action of its row, or for which a rank runs another action
-    first than the one that is waited for, in words; "" if there is none."""
+    """In words, the first wait in which the rank could run a later action of its row, or that a rank causes by running
+    another action first; "" if there is none."""
     schedule, needs = run.schedule, run.schedule.needs
 
     def ready(index: int) -> float:
@@ -180,7 +180,7 @@ def _first_wait(run: Simulation, slots: int) -> str:
         return float(run.end[wanted[wanted >= 0]].max(initial=0.0))
 
     def has_place(index: int, at: int) -> bool:
-        """Whether the rank could keep what this action adds if it ran before the one at this place of its row."""
+        """Whether the rank would have a free slot for action `index` if it ran before the action `at` of its row."""
         kinds = schedule.kind[schedule.offsets[schedule.rank[at]] : at]
         kept = np.sum(kinds == CODE["F"]) - np.sum((kinds == CODE["B"]) | (kinds == CODE["W"]))
         return bool(schedule.kind[index] != CODE["F"] or kept < slots)

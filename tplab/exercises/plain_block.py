@@ -73,7 +73,7 @@ def gelu_mlp(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
     """gelu(x @ a) @ b; and dy -> all gradients."""
     a, b = weights["a"], weights["b"]
     u = x @ a
-    below = (1 + _erf(u / math.sqrt(2))) / 2  # how much of a normal distribution is below u
+    below = (1 + _erf(u / math.sqrt(2))) / 2  # the normal distribution function at u
     hidden = u * below
 
     def backward(dy: np.ndarray) -> Tensors:
@@ -85,8 +85,8 @@ def gelu_mlp(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
 
 
 def one_norm(tensors: Tensors) -> Tensors:
-    """y = x + attention(h) + mlp(h) with h = norm(x), and the gradients of sum(y * weight); without attention if there
-    is no q among the tensors.
+    """y = x + attention(h) + mlp(h) with h = norm(x), and the gradients of sum(y * weight); without attention if
+    `tensors` has no q.
 
     Also "residual", the part of dx that does not pass through h; "through ...", the part through each of the two paths
     from h; and the part "of each token" of scale's gradient.
@@ -108,7 +108,7 @@ def one_norm(tensors: Tensors) -> Tensors:
 
 
 def own_weights(seen: Seen) -> Tensors:
-    """All tokens, with this rank's heads and hidden features: its own part of every gradient."""
+    """`one_norm` of all tokens with this rank's heads and hidden features: its own part of every gradient."""
     return one_norm({**seen.own, "x": seen.tensors["x"]})
 
 
@@ -124,4 +124,4 @@ def block_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
         "b": (hidden, width),
     }
     tensors = {name: rng.normal(size=shape) / 2 for name, shape in shapes.items()}
-    return {**tensors, "x": 4 * tensors["x"]}  # beside this, the norm's epsilon is less than rounding in float32
+    return {**tensors, "x": 4 * tensors["x"]}  # so large that the norm's epsilon is less than rounding in float32

@@ -18,8 +18,8 @@ from tplab.sharding import P
 
 
 def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    """Integer multiples of each rank's own step, at most 7 steps: 4 bits hold them without an error, with a scale for
-    the rank or one for each row. Only one row has 7 of them, or -7: in the others all numbers are 0 or 3 steps."""
+    """Integer multiples of each rank's own step, at most 7 steps: 4 bits represent them exactly, with one scale per
+    rank or per row. One row per rank has a number of 7 or -7 steps; the others have only 0, 3 and -3 steps."""
     num_ranks = mesh.axis_size("dp")
     codes = 3 * rng.integers(-1, 2, (num_ranks, num_ranks, 24))
     codes[..., 0] = 3
@@ -27,7 +27,7 @@ def _of_different_scales(rng: np.random.Generator, mesh: Mesh) -> Tensors:
         row = (rank + 1) % num_ranks
         codes[rank, row] = rng.integers(-6, 7, 24)
         codes[rank, row, 0] = 7 * (-1) ** rank
-    steps = 0.1 * 2.0 ** rng.permutation(np.arange(num_ranks))  # that float16 cannot hold
+    steps = 0.1 * 2.0 ** rng.permutation(np.arange(num_ranks))  # which float16 cannot represent
     return {"x": (codes * steps[:, None, None]).reshape(num_ranks * num_ranks, 24).astype(np.float32)}
 
 
@@ -51,7 +51,7 @@ def _one_scale_for_all(seen: Seen, scale: Callable[[np.ndarray, int], float]) ->
 
 
 def _common_scale(seen: Seen) -> np.ndarray:
-    """The sum of codes that all have the largest scale, times that."""
+    """The sum of codes that all use the largest scale, times that scale."""
     num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
     scale = np.abs(seen.tensors["x"]).max() / 7
     return (_by_rank(seen.tensors["x"], num_ranks)[:, index] / scale).round().sum(0)[None] * scale
@@ -118,16 +118,16 @@ ADD_UP = Exercise(
     tolerance=1e-6,  # a scale may be float32
 )
 NOISE = 1.15
-"""How many times as large the error may be as that of codes of 4 bits, rounded to the nearest, with each rank's scale.
-Rounding toward zero makes it nearly twice as large, and one common scale more."""
+"""The largest error, relative to that of 4-bit codes rounded to nearest with each rank's scale. Rounding toward zero
+nearly doubles the error, and one common scale makes it larger still."""
 
 
 def check_add_up(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` adds up what ranks send as codes, and sends no unquantised number.
+    """Check that `fn` adds up numbers that ranks send as codes, and sends no unquantised number.
 
     x [R, n], row i for the rank at index i of "dp"   ->   total [1, n], the sum of the rows for this rank
-    x is float32, and 8 divides n. The numbers are integer multiples of each rank's own step: 4 bits hold them without
-    an error.
+    x is float32, and 8 divides n. The numbers are integer multiples of each rank's own step: 4 bits represent them
+    exactly.
     """
     verdict = grade(fn, ADD_UP, framework, _few_bytes)
     if "entries are off" not in verdict.text:
@@ -165,7 +165,7 @@ def _few_bytes(answer: Answer) -> Verdict:
 
 
 def _too_many_bytes(answer: Answer) -> str:
-    """What is said if a rank sends more than codes and scales; "" if not."""
+    """The objection to a rank that sends more than codes and scales; "" if it does not."""
     mesh = ADD_UP.meshes[2]
     if (sent := _sent_to_add_up(answer)) <= ENOUGH:
         return ""
@@ -186,8 +186,8 @@ CUT_OFF = (
     "the scale is a seventh of the largest magnitude."
 )
 GROWTH = 1.6
-"""How much larger the error may be on eight ranks than on two, relative to that of numbers which are rounded once. If a
-rank does not round its own numbers, this is 1.3; around a ring, where every hop rounds the sum so far, it is 2."""
+"""The largest growth of the error from two ranks to eight, relative to that of numbers rounded once. It is 1.3 if a
+rank does not round its own numbers, and 2 around a ring in which every hop rounds the sum so far."""
 ENOUGH = 3 * (24 + 4 * 4)
 """Bytes that a rank of four sends: codes of a byte each, and with each row all scales of the rank."""
 
@@ -197,8 +197,8 @@ def _sent_to_add_up(answer: Answer) -> int:
 
 
 def _worst(answer: Answer) -> float:
-    """The largest error, relative to half of the scale of 4 bits, of numbers from one rank; the other's are tiny. Once
-    all of them are negative."""
+    """The largest error for numbers of one rank (the other's are tiny), relative to half of the 4-bit scale. Also tried
+    with all of them negative."""
     x = np.random.default_rng(1).normal(size=(2, 2, 768)).astype(np.float32)
     x[1] *= 2.0**-12
     x[0, 1, 5] = 2 * np.abs(x).max()
@@ -210,22 +210,22 @@ def _worst(answer: Answer) -> float:
 
 
 def _is_bounded(answer: Answer) -> bool:
-    """Whether the error is as small as that of 4 bits where all rows are as large, and elsewhere within half of the
-    scales: so it is with codes that have a zero point, which do not hold 0 itself."""
+    """Whether the error is as small as that of 4 bits if all rows are equally large, and otherwise within half of the
+    scales, as for codes with a zero point, which do not represent 0 itself."""
     off, _, most = _errors(answer)
     return _noise(answer, outlier=1.0) <= NOISE and float(np.abs(off).max()) <= most
 
 
 def _noise(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> float:
-    """The error relative to that of 4 bits and a scale for each rank, for the receiver where this is largest."""
+    """The error relative to that of 4 bits and one scale per rank, for the receiver with the largest ratio."""
     off, best, _ = _errors(answer, num_ranks, outlier)
     return float(np.sqrt((off**2).mean(1) / (best**2).mean(1)).max())
 
 
 def _errors(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> tuple[np.ndarray, np.ndarray, float]:
-    """The errors of the sums for numbers that are no multiples of a step [R, n], those of 4 bits and a scale for each
-    rank, and the most that these could be: half of all scales. One row of each sender is `outlier` times as large as
-    the others, so large that even codes of 8 bits with another row's scale cannot hold it."""
+    """The errors of the sums [R, n] for numbers that are not multiples of a step, those of 4 bits and one scale per
+    rank, and the bound of the latter: half of all scales. One row of each sender is `outlier` times as large as the
+    others, so large that even codes of 8 bits with another row's scale cannot represent it."""
     x = np.random.default_rng(0).normal(size=(num_ranks, num_ranks, 768)).astype(np.float32)
     for rank in range(num_ranks):
         x[rank] *= 2 ** (rank % 3) / 20
@@ -288,7 +288,7 @@ REDUCE_TWICE = Exercise(
 
 
 def check_reduce_twice(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` reduces in two levels, and sends only a node's sums to other nodes.
+    """Check that `fn` reduces in two levels, and sends only a node's sums to other nodes.
 
     x [R, n], row r for rank r   ->   total [1, n], the sum of all ranks' rows for this rank
     """

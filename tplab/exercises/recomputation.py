@@ -18,8 +18,8 @@ LAYERS, ROWS, WIDTH = 5, 3, 4
 
 @check("my_forget and my_again", not_with=("checkpoint", "checkpoint_sequential"), functions=2)
 def check_recomputed(forget: Forget, again: Again) -> Verdict:
-    """Whether `forget(piece, x)` -> (y, kept) and `again(piece, kept, dy)` -> dx run a piece of a model without keeping
-    its activations, and still give the gradients of a backward pass that kept them, even with dropout.
+    """Check that `forget(piece, x)` -> (y, kept) and `again(piece, kept, dy)` -> dx run a piece of a model without
+    keeping its activations, and still give the gradients of a backward pass that kept them, even with dropout.
 
     x, y, dx, dy [B, D]. The gradients of the weights are added to `.grad`.
     """
@@ -32,9 +32,9 @@ def check_recomputed(forget: Forget, again: Again) -> Verdict:
 
 
 def _compare(forget: Forget, again: Again, dropout: float, every: int) -> list[Panel]:
-    """Pictures of dx, if two batches are right.
+    """Pictures of dx; refuses wrong results in two batches.
 
-    Which numbers the first pass drops is its own affair. The right gradients are those for these numbers.
+    The first pass may drop any numbers. The right gradients are those for the numbers that it dropped.
     """
     import torch
 
@@ -118,7 +118,7 @@ def _look_in_flight(forget: Forget, again: Again) -> None:
 
 
 def _left_behind(piece: Any) -> str:
-    """What a pass has changed for the rest of the program; "" if nothing has changed."""
+    """In words, a mode that a pass has changed for the rest of the program; "" if there is none."""
     import torch
 
     if not torch.is_grad_enabled():
@@ -168,7 +168,7 @@ def _plain(layers: Sequence[Any], x: Any, dy: Any, masks: Sequence[Any]) -> dict
 
 
 def _noted(dropout: float) -> Any:
-    """A dropout that notes what it keeps, each time."""
+    """A dropout that records its mask in each call."""
     from torch import nn
 
     class Noted(nn.Dropout):
@@ -202,8 +202,8 @@ def _model(dropout: float, rows: int = ROWS) -> tuple[list[Any], Any, Any]:
 
 
 def _look_at_memory(forget: Forget, again: Again) -> None:
-    """Refuse a forward pass that keeps activations somewhere else: in a closure, an object, or a global; and what is
-    still there after the backward pass."""
+    """Refuse a forward pass that keeps activations elsewhere, in a closure, an object, or a global; and memory that
+    remains in use after the backward pass."""
     import torch
 
     from tplab.torch import LiveBytes
@@ -219,7 +219,7 @@ def _look_at_memory(forget: Forget, again: Again) -> None:
         again(piece, held[1], dy)
         for layer in layers:
             layer[-1].masks.clear()
-        del held, x  # what it returns counts too
+        del held, x  # its return value counts too
         left = live.now() + size - before - sum(one.nbytes for one in _gradients(layers).values())
     if kept > 2 * size + states:
         text = f"for an x of {size:,} bytes, {kept:,} bytes are still in memory after it."
@@ -230,7 +230,7 @@ def _look_at_memory(forget: Forget, again: Again) -> None:
 
 
 def _holds_too_much(y: Any, kept: Any, x: Any) -> str:
-    """What a piece's forward pass keeps besides its input, in words; "" if there is nothing."""
+    """In words, what a piece's forward pass keeps besides its input; "" if nothing."""
     import torch
 
     if not isinstance(y, torch.Tensor):

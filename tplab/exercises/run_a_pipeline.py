@@ -20,13 +20,13 @@ Train = Callable[[Schedule, Any, Sequence[tuple[Any, Any]], Callable[..., Any]],
 
 # --- forwards ahead --------------------------------------------------------------------------------------------------
 
-SIZES = ((4, 8), (2, 8), (3, 7), (1, 4), (5, 12), (4, 12))  # in 4 x 8, rank 0 can do with one less
+SIZES = ((4, 8), (2, 8), (3, 7), (1, 4), (5, 12), (4, 12))  # in 4 x 8, one less suffices for rank 0
 SLOW = Costs(forward=1, input_grad=1, weight_grad=1, transfer=1)
 
 
 def running_ahead(ahead: Sequence[int], microbatches: int) -> Schedule:
-    """Rank r runs ahead[r] forwards, then alternates a forward and a backward, then runs what is left. In 1F1B,
-    ahead[r] is p - 1 - r."""
+    """Rank r runs ahead[r] forwards, then alternates a forward and a backward, then runs the remaining backwards. In
+    1F1B, ahead[r] is p - 1 - r."""
     rows = []
     for rank, num in enumerate(min(num, microbatches) for num in ahead):
         row = [Action("F", rank, k) for k in range(num)]
@@ -38,7 +38,7 @@ def running_ahead(ahead: Sequence[int], microbatches: int) -> Schedule:
 
 @check("ahead")
 def check_ahead(ahead: Ahead) -> Verdict:
-    """Whether `ahead(rank, ranks)` gives numbers of forwards that hide messages lasting as long as a forward: a
+    """Check that `ahead(rank, ranks)` gives numbers of forwards that hide messages lasting as long as a forward: a
     schedule without a deadlock, as fast as GPipe, that holds fewer than 2 p microbatches."""
     for ranks, microbatches in SIZES:
         where = f"{ranks} ranks and {microbatches} microbatches"
@@ -88,8 +88,8 @@ MICROBATCHES, ROWS, WIDTH = 5, 4, 3
 
 @check("train_split", not_with=("train_batch",))
 def check_train_split(fn: Train) -> Verdict:
-    """Whether `fn(schedule, stage, microbatches, loss)`, run by every rank, leaves the gradients of plain accumulation
-    in `.grad` and returns the loss on the last rank: for schedules with B, and with I and W."""
+    """Check that `fn(schedule, stage, microbatches, loss)`, run by every rank, leaves the gradients of plain
+    accumulation in `.grad` and returns the loss on the last rank: for schedules with B, and with I and W."""
     for mesh, rule in product(MESHES, RULES):
         _compare(fn, rule, mesh)
     shares, early = _work_of_late_w(fn)
@@ -122,7 +122,7 @@ def check_train_split(fn: Train) -> Verdict:
             "x, and W only those of the weights."
         )
     text = " is right: loss and every gradient, for 1F1B, ZB-H1 and ZB-H2 on 1, 2, 3 and 4 ranks."
-    if split > 1.02 * whole:  # below that it is additions, counted only where torch shows them
+    if split > 1.02 * whole:  # a smaller excess is additions, counted only where torch shows them
         text += (
             f"\nO{more[1:]}: W goes through the whole chain once more. tplab's `train_batch` avoids this: it keeps the "
             "gradient of each layer's output."
@@ -170,7 +170,7 @@ def _run(program: Callable[[Any], Any], mesh: Mesh = Mesh(pp=2), **options: Any)
 def _tried(
     fn: Train, key: str, rule: Callable[[int, int], Schedule]
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """A gradient on every rank of every mesh under this rule, and what known mistakes make of it."""
+    """A gradient on every rank of every mesh under this rule, and the predictions of known mistakes."""
     for mesh in MESHES:
         schedule, (_, grads, last) = rule(mesh.size, MICROBATCHES), _plain(mesh.size)
         got = np.array([found[key] for _, found in _trained_on(fn, schedule, mesh)])
@@ -187,12 +187,12 @@ def _tried(
 
 
 def _trained_on(fn: Train, schedule: Schedule, mesh: Mesh) -> Sequence[Any]:
-    """What each rank returns, and its gradients."""
+    """Each rank's return value and gradients."""
     return _run(lambda stage: (_trained(fn, schedule, stage), _gradients(stage)), mesh).per_rank
 
 
 def _trained(fn: Train, schedule: Schedule, stage: Any, number: int = MICROBATCHES) -> Any:
-    """What the worker returns for a batch of so many microbatches."""
+    """The worker's return value for a batch of `number` microbatches."""
     from torch.nn import functional as F
 
     loss = fn(schedule, stage, _microbatches(number), F.mse_loss)
@@ -245,12 +245,12 @@ def _gradients(stage: Any) -> dict[str, np.ndarray]:
 
 
 MOST_WORK = 1.14
-"""The most FLOPs of I and W relative to B. W may go through the chain of the stage once more, which is 1.10, but not on
-to the gradient of x, which is 1.18."""
+"""The most FLOPs of I and W relative to B. W may go through the chain of the stage once more (1.10), but not on to the
+gradient of x (1.18)."""
 
 
 def _leaves_nothing(fn: Train, stage: Any) -> None:
-    """Refuse what is left behind after a second batch, whose gradients must be added to those of the first."""
+    """Refuse damage that two batches leave behind, and gradients of the second that are not added to the first's."""
     before, found = Untouched(dict(stage.named_parameters())), []
     for _ in range(2):
         _trained(fn, zb_h1(2, MICROBATCHES), stage)
@@ -264,14 +264,14 @@ def _leaves_nothing(fn: Train, stage: Any) -> None:
 
 
 ENOUGH = 0.9
-"""How much of the work of the weights' gradients must be left for W, where all W come last."""
+"""The fraction of the work on the weights' gradients that must be left for W, if all W come last."""
 
 
 def _work_of_late_w(fn: Train) -> tuple[list[float], float]:
-    """Of the FLOPs of the weights' gradients, how many each of two ranks does after its last message, if all W come
-    last. In its last message rank 0 receives a gradient, with which I has nothing to compute: it has no rank before.
-    It may leave that to W, too.
-    Also how many matmuls rank 1 does before it first sends."""
+    """The fraction of the weights' gradients, in FLOPs, that each of two ranks computes after its last message if all W
+    come last; and the work of rank 1 before it first sends, in matmuls.
+
+    Rank 0 receives a gradient last, for which I has nothing to compute on the first rank. W may receive it instead."""
     late = " ".join(f"W{k}" for k in range(MICROBATCHES))
     first = "F0 " + " ".join(f"F{k + 1} I{k}" for k in range(MICROBATCHES - 1)) + f" I{MICROBATCHES - 1} {late}"
     last = " ".join(f"F{k} I{k}" for k in range(MICROBATCHES)) + f" {late}"
@@ -284,7 +284,7 @@ def _work_of_late_w(fn: Train) -> tuple[list[float], float]:
         sent = max(place for place, event in enumerate(events) if event.kind == "send")
         forward = MICROBATCHES * (2 * matmul + ROWS * WIDTH)
         if rank == 0 and sum(event.flops for event in events[:sent]) < forward + matmul:
-            end = sent  # it has only gone forward until then: W receives the gradients, too
+            end = sent  # until then it has only run forwards: W also receives the gradients
         shares.append(sum(event.flops for event in events[end:]) / (MICROBATCHES * 2 * matmul))
         before = sum(event.flops for event in takewhile(lambda event: event.kind != "send", events)) / matmul
     return shares, before

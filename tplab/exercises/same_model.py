@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 WIDTH, HIDDEN, ROWS = 6, 12, 24
 STEP_MESHES = (Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=3), Mesh(dp=3, tp=2), Mesh(dp=1, tp=1))
 WEIGHTS = {"scale": None, "up": 1, "down": 0}
-"""Parameter -> the dim along which 'tp' cuts it."""
+"""Parameter -> the dim that 'tp' cuts."""
 
 
 @check()
 def check_step(step: Callable[[Any, Any, Any], Any]) -> Verdict:
-    """Whether `step(net, x, y)` leaves the gradients of the mean squared error over the whole batch in `net`, and
+    """Check that `step(net, x, y)` leaves the gradients of the mean squared error over the whole batch in `net`, and
     returns that error on every rank.
 
     net     a tensor-parallel MLP; its `scale` is the same on all ranks, and `up` and `down` are cut along 'tp'
@@ -44,7 +44,7 @@ def check_step(step: Callable[[Any, Any, Any], Any]) -> Verdict:
 
 
 Seen = tuple[float, dict[str, Any]]
-"""What one rank has after a step: the loss, and the gradient of each parameter."""
+"""One rank's loss and gradient of each parameter after a step."""
 
 
 def _whole() -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 def _net(rows: list[int], graphs: Graphs) -> nn.Module:
-    """This rank's part of the model; it notes how many rows it is given."""
+    """This rank's part of the model. It adds the number of rows of each input to `rows`."""
     import torch
     from torch import nn
 
@@ -92,7 +92,7 @@ def _net(rows: list[int], graphs: Graphs) -> nn.Module:
 
 
 def _stepped(step: Callable[[Any, Any, Any], Any], mesh: Mesh) -> tuple[list[Seen], int]:
-    """What each rank has after a step, and the bytes that rank 0 has sent along 'dp'. Refuses what it leaves behind."""
+    """Each rank's loss and gradients after a step, and the bytes that rank 0 sent along 'dp'. Refuses damage."""
     from tplab.torch import axis_index, axis_size
 
     def program() -> Seen:
@@ -136,7 +136,7 @@ def _number(loss: Any) -> float:
 
 
 def _compare(seen: Sequence[Seen], mesh: Mesh) -> list[Panel]:
-    """A picture of a gradient, if the loss and all gradients are those of one device."""
+    """A picture of a gradient; refuses a loss or gradients that differ from those of one device."""
     import torch
 
     whole = {key: value.requires_grad_() for key, value in _whole().items()}
@@ -188,7 +188,7 @@ def _gradient_hint(found: Tensor, want: Tensor, rank: int, is_alone: bool) -> st
 
 
 def _panels(found: Tensor, want: Tensor, title: str) -> list[Panel]:
-    """A gradient beside the right one; what differs is marked."""
+    """A gradient beside the right one, with differences marked."""
     got, best = found.double().numpy(force=True), want.numpy(force=True)
     return beside(title, got, best, differs(got, best, 1e-5 * abs(best).max()))
 
@@ -199,6 +199,6 @@ def _described(value: Any) -> str:
 
 
 def _ratio(found: Tensor, want: Tensor) -> float | None:
-    """The number by which this is a multiple of `want`; None if there is none."""
+    """The factor if `found` is a multiple of `want`, or else None."""
     scale = float((found * want).sum() / want.square().sum())
     return scale if (found - scale * want).norm() <= 1e-5 * want.norm() else None

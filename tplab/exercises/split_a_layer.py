@@ -49,7 +49,7 @@ def _two_layers(tensors: Tensors, **changed: np.ndarray) -> float:
 
 
 def _slopes(tensors: Tensors) -> Tensors:
-    """The gradients by nudging every weight, since a formula could share the learner's mistake."""
+    """The gradients from finite differences, since a formula could share the learner's mistake."""
     return {
         "da": finite_differences(lambda a: _two_layers(tensors, a=a), tensors["a"]),
         "db": finite_differences(lambda b: _two_layers(tensors, b=b), tensors["b"]),
@@ -140,7 +140,7 @@ BACKWARD = Exercise(
 
 
 def check_backward(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` returns the gradients of the loss sum((tanh(x @ a) @ b - target)**2), found by finite differences.
+    """Check that `fn` returns the gradients of sum((tanh(x @ a) @ b - target)**2), compared with finite differences.
 
     x [B, D]   a [D, F/tp]   b [F/tp, K]   target [B, K]   ->   da [D, F/tp], db [F/tp, K], this rank's pieces
 
@@ -181,7 +181,7 @@ APART = (
 
 
 def bias_mistakes() -> tuple[Mistake, ...]:
-    """The mistakes with a bias whose result is right and whose gradient is not."""
+    """The mistakes with a bias that give the right result and a wrong gradient."""
     return (
         Mistake(
             "dbias",
@@ -249,8 +249,7 @@ ROW_LINEAR = Exercise(
 
 
 def check_row_linear(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is a row-parallel layer with a bias, for input that every rank holds whole; with the right gradients
-    of w and the bias.
+    """Check that `fn` is a row-parallel layer with a bias for replicated input, with the right gradients of w and bias.
 
     x [B, D]   w [D/tp, K]   bias [K]   ->   x @ w + bias [B, K], the same on every rank of axis "tp"
     """
@@ -276,7 +275,7 @@ def _gated(tensors: Tensors) -> Tensors:
 
 
 def _one_way(summed: str, alone: str) -> Mistake:
-    """x enters the layer through a and through c; the gradients of only one of these paths are added up."""
+    """The mistake of adding up the gradients of only one of the paths from x, through a or c."""
     hint = f"The gradients that come through {summed} are added up, but x also goes through {alone}."
 
     def wrong(seen: Seen) -> np.ndarray:
@@ -324,7 +323,7 @@ GATED = Exercise(
 
 
 def check_gated(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is the gated layer (silu(x @ a) * (x @ c)) @ b, with the right gradients.
+    """Check that `fn` is the gated layer (silu(x @ a) * (x @ c)) @ b, with the right gradients.
 
     x [B, D]   a, c [D, F/tp]   b [F/tp, K]   ->   z [B, K], the same on every rank of axis "tp"
     """

@@ -29,7 +29,7 @@ NETWORKS: Mapping[str, Cluster] = {
     "Playbook, forecast": replace(find("h100-measured", "playbook"), node_size=4),
     "10 Gb Ethernet": replace(H100_NODE, node_size=4, outer_link=ETHERNET_10G),
 }
-"""Nodes of four H100 GPUs, and what may be between them. What is no forecast is of data sheets."""
+"""Nodes of four H100 GPUs, with different networks between them. Those without "forecast" are from data sheets."""
 
 CLUSTERS: Mapping[str, Cluster] = {
     "one node of 8": replace(H100_NODE, name="one node of 8"),
@@ -46,7 +46,7 @@ LAYOUTS = {
     "4 dp x 2 pp": Mesh(dp=4, pp=2),
     "2 pp x 2 dp x 2 tp": Mesh(pp=2, dp=2, tp=2),
 }
-"""The choices. The last axis is the one whose ranks are neighbours."""
+"""The choices. Along the last axis, ranks are neighbours."""
 
 
 # --- the step, on shapes alone ---------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def _seconds(layout: str, cluster: str) -> float:
 
 
 def check_layouts(chosen: Mapping[str, str]) -> Verdict:
-    """Whether `chosen`, cluster -> layout, has the fastest layout of LAYOUTS for each of CLUSTERS."""
+    """Check that `chosen`, cluster -> layout, has the fastest layout of LAYOUTS for each of CLUSTERS."""
     if not isinstance(chosen, Mapping):
         return Verdict(False, f"my_layouts: give a layout for each cluster by its name, not {chosen!r}.")
     if unknown := [str(key) for key in chosen if key not in CLUSTERS]:
@@ -154,8 +154,8 @@ def _names(config: GPTConfig, layer: int) -> list[str]:
 
 @check("my_clip", not_with=("clip_gradients", "gradient_norm"), libraries=("tplab",))
 def check_clipping(clip: Clip) -> Verdict:
-    """Whether `clip(stages, max_norm, specs)` scales the gradients of a GPT's stages as one device would, in place: by
-    max_norm / norm where the norm is larger than max_norm, and not at all where it is not."""
+    """Check that `clip(stages, max_norm, specs)` scales the gradients of a GPT's stages as one device would, in place:
+    by max_norm / norm where the norm is larger than max_norm, and not at all where it is not."""
     for mesh, most in CLIPPED:
         whole = _alone(most)
         found, sent = _scales(mesh, clip, most)
@@ -185,7 +185,7 @@ CLIPPED = (
 
 
 NEAR = 1e-4
-"""A share that no mistake is as small as; torch adds 1e-6 to the norm, and others do not."""
+"""A relative tolerance below the effect of every mistake. torch adds 1e-6 to the norm, and others do not."""
 
 
 def _why(scales: list[float], whole: float, most: float) -> str:
@@ -214,8 +214,7 @@ def _alone(most: float) -> float:
 
 
 def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[tuple[float, int]], int]:
-    """How each rank scales its gradients for a small GPT's first batch, and their bytes; and the bytes that all ranks
-    send."""
+    """(factor, bytes) of each rank's gradients for a small GPT's first batch, and the bytes that all ranks send."""
     import torch
 
     from tplab.torch import axis_index, clip_gradients, gpt_layers, gpt_state, split_batch, stages_of, train_batch
@@ -254,7 +253,7 @@ def _gradient(parameter: Any) -> Any:
 
 
 def _uneven(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Which gradients are not multiplied by one factor; "" if all of them are."""
+    """In words, gradients that are not multiplied by one factor; "" if all of them are."""
     factors = {}
     for name, old in before.items():
         factors[name] = factor = float((after[name] * old).sum() / (old * old).sum())

@@ -1,4 +1,4 @@
-"""Running a learner's function on a mesh: what every rank gets, forward and backward, and what it leaves behind."""
+"""Run a learner's function on a mesh: every rank's results and gradients, and the damage that it leaves behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tplab.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: what each rank gets, by name; its trace; and what the function has damaged, if anything."""
+    """One run: each rank's results by name, its trace, and the damage that the function did, if any."""
 
     found: list[dict[str, np.ndarray]]
     trace: Trace
@@ -29,11 +29,11 @@ class Trial:
 def trials(
     framework: Framework, fn: Callable[..., Any], exercise: Exercise, mesh: Mesh, tensors: Tensors
 ) -> Iterator[Trial]:
-    """First the results, then the gradients, so that a wrong result is reported as such."""
+    """Yield a trial with the results, then one with the gradients, so that a wrong result is reported as such."""
     specs = tuple(exercise.specs[key] for key in tensors)
     right = exercise.plain(tensors)
     damage: list[str] = []
-    followed: list[weakref.ref[Any]] = []  # the arguments that autograd follows; its graph keeps them alive
+    followed: list[weakref.ref[Any]] = []  # the arguments that require gradients; autograd's graph keeps them alive
 
     def forward(*args: Any) -> tuple[Any, ...]:
         before = Untouched(dict(zip(tensors, args)), gradients=True) if framework == "torch" else None
@@ -77,14 +77,14 @@ KEPT = (
 
 
 def _are_alive(tensors: list[weakref.ref[Any]]) -> bool:
-    """Whether one of these tensors is still there, also after garbage has been collected."""
+    """Whether one of these tensors is still alive after garbage collection."""
     if any(tensor() is not None for tensor in tensors):
         gc.collect()
     return any(tensor() is not None for tensor in tensors)
 
 
 def _strange(returned: Any, results: tuple[Any, ...], num_also: int, num: int, framework: Framework) -> str:
-    """What was returned, if it is not what was asked for; "" if it is."""
+    """The returned value, in words, if the exercise does not ask for it; "" if it does."""
     if returned is None or any(result is None for result in results):
         return "None; is a `return` missing?"
     if len(results) not in (num, num + num_also):
@@ -97,7 +97,7 @@ def _strange(returned: Any, results: tuple[Any, ...], num_also: int, num: int, f
 
 
 def weight(result: np.ndarray) -> np.ndarray:
-    """What a result is multiplied by to make the loss: no two entries are equal, and none is zero."""
+    """The weights of a result's entries in the loss: no two of them are equal, and none is zero."""
     return np.cos(np.arange(result.size)).reshape(result.shape)
 
 
@@ -141,7 +141,7 @@ def _run(
 
 
 def _array(result: Any) -> np.ndarray:
-    """What a rank returned, as an array."""
+    """A rank's result as an array."""
     return np.asarray(result.detach() if hasattr(result, "detach") else result)
 
 

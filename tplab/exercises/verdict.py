@@ -1,8 +1,8 @@
-"""What all checks have in common: a stub, the library's own function, an error and what is wrong become a `Verdict`.
+"""The common part of all checks: a stub, a library function, an error and a mistake all become a `Verdict`.
 
-A check is a function under `@check(...)`. It looks at the learner's functions, calls `refuse` wherever it finds that
-something is wrong, also on a rank, and returns the verdict on what is right. A verdict never raises, so a notebook with
-an unsolved exercise still runs from top to bottom.
+A check is a function under `@check(...)`. It examines the learner's functions, calls `refuse` when something is wrong,
+also on a rank, and returns the verdict if all is right. A check never raises, so a notebook with an unsolved exercise
+still runs from top to bottom.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ K = TypeVar("K")
 
 
 class Verdict:
-    """What a check says. `passed` is True, False, or None if the exercise was not started."""
+    """The result of a check. `passed` is True, False, or None if the exercise was not started."""
 
     def __init__(self, passed: bool | None, text: str, panels: Sequence[Panel] = ()):
         self.passed, self.text, self.panels = passed, text, tuple(panels)
@@ -50,7 +50,7 @@ class Verdict:
 
 
 class Refused(Exception):
-    """Something is wrong with an answer. `of` is the function that it is about, if not all of them."""
+    """Raised for a wrong answer. `of` is the function at fault, if not all of them are."""
 
     def __init__(self, verdict: Verdict, of: str = ""):
         super().__init__(verdict.text)
@@ -58,12 +58,12 @@ class Refused(Exception):
 
 
 def refuse(text: str, panels: Sequence[Panel] = (), of: str = "") -> NoReturn:
-    """End a check: this is wrong. The text follows the function's name, as in ": it returned None"."""
+    """End a check with a refusal. The text follows the function's name, as in ": it returned None"."""
     raise Refused(Verdict(False, text, panels), of)
 
 
 def right(text: str, panels: Sequence[Panel] = ()) -> Verdict:
-    """What a check returns at its end. The text follows the function's name, as in " is right."."""
+    """The verdict on a right answer. The text follows the function's name, as in " is right."."""
     return Verdict(True, text, panels)
 
 
@@ -79,9 +79,9 @@ def check(
     """Make a check of a function that judges the learner's functions, its first `functions` arguments.
 
     name       of the exercise, which begins every text; by default, the name of the learner's function
-    not_with   functions of these libraries that would do the exercise
-    takes      what it may be, and how to write that
-    aside      one more sentence for an answer that uses the library's
+    not_with   functions of these libraries that would solve the exercise
+    takes      the types of an answer; `how` says how to write one
+    aside      one more sentence for an answer that uses a library function
     """
 
     def decorate(judge: Callable[P, Verdict]) -> Callable[P, Verdict]:
@@ -122,7 +122,7 @@ def not_started(fn: Callable[..., Any]) -> bool:
 
 
 def untouched(name: str, stub: Callable[..., Any]) -> Verdict:
-    """The verdict on a stub, where a learner may have put `pass` in place of the `...`."""
+    """The verdict on a stub, in which a learner may have replaced the `...` by `pass`."""
     try:
         source = inspect.getsource(stub)
     except OSError:
@@ -132,7 +132,7 @@ def untouched(name: str, stub: Callable[..., Any]) -> Verdict:
 
 
 def with_task(verdict: Verdict, task: object) -> Verdict:
-    """The same; where nothing is written yet, it also says what is asked for."""
+    """The verdict; if the exercise was not started, its text also states the task."""
     if verdict.passed is None:
         verdict.text = verdict.text.replace("not started. ", f"not started. {task}.\n", 1)
     return verdict
@@ -148,7 +148,7 @@ def refuse_damage(before: Untouched, but: str = "") -> None:
 
 
 class Raised(Exception):
-    """What a learner's function raised, its `__cause__`, and where: " of Mesh(tp=2)", " for 4 ranks"."""
+    """An error of a learner's function, its `__cause__`, and where: " of Mesh(tp=2)", " for 4 ranks"."""
 
     def __init__(self, where: str):
         super().__init__(where)
@@ -157,8 +157,8 @@ class Raised(Exception):
 
 @contextmanager
 def on(where: Mesh | str) -> Iterator[None]:
-    """What the learner's function raises in here is told with this mesh, or with these words: "for 4 ranks". It is
-    refused if it changes what the whole program shares."""
+    """Report errors of the learner's function inside with this mesh, or with these words: "for 4 ranks". Refuse changes
+    of global state."""
     said, place = (f" of {where}", f"on {where}") if isinstance(where, Mesh) else (f" {where}", where)
     try:
         with nullcontext() if isinstance(where, Mesh) else moved_on():
@@ -167,7 +167,7 @@ def on(where: Mesh | str) -> Iterator[None]:
                 yield
                 refuse_damage(before, f"{place}, ")
             finally:
-                before.damage()  # also after an error, what was changed is put back
+                before.damage()  # restores global state, also after an error
     except Refused:
         raise
     except Raised as error:
@@ -178,7 +178,7 @@ def on(where: Mesh | str) -> Iterator[None]:
 
 
 def run_on(mesh: Mesh, program: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """torch's `run`. What the learner's function raises on a rank is told with the mesh."""
+    """torch's `run`. Errors of the learner's function on a rank are reported with the mesh."""
     from tplab.torch import run
 
     with on(mesh):
@@ -186,7 +186,7 @@ def run_on(mesh: Mesh, program: Callable[..., Any], *args: Any, **options: Any) 
 
 
 def _told(error: BaseException, fns: Sequence[Any]) -> Refused:
-    """What is wrong, also if a rank has found it; or what the learner's functions raised, and at which line."""
+    """The refusal, also if it was raised on a rank; or one with the error of the learner's functions and its line."""
     where = error.where if isinstance(error, Raised) else ""
     error = error.__cause__ or error if isinstance(error, Raised) else error
     rank = f" on rank {error.rank}" if isinstance(error, RankError) else ""
@@ -211,17 +211,17 @@ def differs(got: Any, want: Any, slack: Any = 1e-9) -> Any:
 
 
 def beside(name: str, got: Any, want: Any, off: Any = None, apart: bool = False) -> list[Panel]:
-    """The learner's result beside the right one, with what is off marked; if `apart`, also their difference."""
+    """The learner's result beside the right one, with wrong entries marked; if `apart`, also their difference."""
     got, want = np.asarray(got), np.asarray(want)
     panels = [Panel(name, got, off), Panel("right", want)]
     return [*panels, Panel("yours - right", got - want, off)] if apart else panels
 
 
 def cause(tried: Iterable[tuple[Any, Mapping[K, Any]]], otherwise: K, slack: float = 1e-9) -> K:
-    """The first mistake that explains what the learner has in every case, each of them (got, mistake -> prediction).
+    """The first mistake that explains the learner's results in all cases, each of them (got, mistake -> prediction).
 
-    One case is not enough: in small ones, unrelated mistakes look the same. Nothing is explained if a case raises.
-    Every case has the same mistakes in the same order; their words are those of the first case.
+    One case is not enough: in small ones, unrelated mistakes look the same. If a case raises, nothing is explained.
+    Every case has the same mistakes in the same order; the wording is that of the first case.
     """
     left: dict[int, K] | None = None
     try:
@@ -241,16 +241,16 @@ def _agree(got: np.ndarray, guess: np.ndarray, slack: float) -> bool:
 
 
 def hint(got: Any, known: Mapping[str, Any], otherwise: str = "", slack: float = 1e-9) -> str:
-    """The first hint whose prediction, a number or an array, is what the learner has, where there is only one case."""
+    """The first hint whose prediction, a number or an array, equals the learner's result: `cause` for a single case."""
     return cause([(got, known)], otherwise, slack)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the learner's function returned in a case, and what is right.
+    """The learner's result in one case, and the right one.
 
-    known   what to say of a mistake -> what it returns here
-    text    to begin a refusal with      given   what the learner needs to check the numbers, as "For 3 tokens, "
+    known   hint on a mistake -> its result here
+    text    the beginning of a refusal   given   the input, to check the numbers by: "For 3 tokens, "
     """
 
     got: np.ndarray
@@ -260,7 +260,7 @@ class Case:
     given: str = ""
 
     def numbers(self, slack: float) -> str:
-        """Both, or of a table the first row that is wrong."""
+        """Both results in words; of a table, the first wrong row."""
         got, want, said = self.got, self.want, "these numbers are right"
         if want.ndim > 1:
             row = int(np.flatnonzero(differs(got, want, slack).any(1))[0])

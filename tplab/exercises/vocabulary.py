@@ -48,7 +48,7 @@ def _token_loss_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
 
 
 class _Parts:
-    """What a program for the loss can use on one rank: values per token, from the logits of all ranks."""
+    """Values per token that a program for the loss can use on one rank, from the logits of all ranks."""
 
     def __init__(self, seen: Seen):
         logits, self.ids = seen.tensors["logits"], seen.tensors["ids"]
@@ -107,7 +107,7 @@ def _without_maximum(seen: Seen) -> np.ndarray:
 
 
 def _subtracting(chosen: Callable[[np.ndarray], np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """The loss if something else than the maximum is subtracted, chosen from all ranks' own maxima [R, T]."""
+    """The loss if a number other than the maximum is subtracted, chosen from all ranks' own maxima [R, T]."""
 
     def wrong(seen: Seen) -> np.ndarray:
         p = _Parts(seen)
@@ -124,7 +124,7 @@ def _not_detached(seen: Seen) -> np.ndarray:
     piece = p.pieces[p.index]
     through = (p.owner == p.index) - np.exp(piece - p.max[:, None]).sum(-1) / p.total
     largest = piece == p.max[:, None]
-    ties = np.maximum(largest.sum(-1), 1) * (p.own_max == p.max).sum(0)  # on this rank, and ranks that have some
+    ties = np.maximum(largest.sum(-1), 1) * (p.own_max == p.max).sum(0)  # on this rank, times the ranks that have any
     return seen.want + (through * weight(p.ids) / ties)[:, None] * largest
 
 
@@ -250,8 +250,8 @@ TOKEN_LOSS = Exercise(
 
 
 def check_token_loss(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` returns each token's cross-entropy with the right gradient, for logits whose entries are split over
-    "tp".
+    """Check that `fn` returns each token's cross-entropy with the right gradient, for logits whose entries are split
+    over "tp".
 
     logits [T, V/tp]   ids [T]   ->   loss [T], the same on every rank
     """
@@ -367,7 +367,7 @@ MOST_LIKELY = Exercise(
 
 
 def check_most_likely(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` finds the most likely entry for each token, and sends the same amount for any number of entries.
+    """Check that `fn` finds the most likely entry for each token, and sends the same amount for any number of entries.
 
     logits [T, V/tp]   ->   ids [T], the same on every rank: the lowest id if several entries are equally likely
     """

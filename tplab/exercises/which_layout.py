@@ -1,4 +1,4 @@
-"""The exercises of lab 28: a guess beside what was measured, useful FLOPs, and a rule that chooses layouts."""
+"""The exercises of lab 28: a guess compared with measurements, useful FLOPs, and a rule that chooses layouts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tplab.forecast.why import LOST
 
 @cache
 def measured_runs(model: str, gpus: int) -> tuple[Run, ...]:
-    """The published runs of this model on so many GPUs without a pipeline, the fastest first."""
+    """The published runs of this model on this many GPUs without a pipeline, the fastest first."""
     found = [run for run in playbook() if run.is_fitted and (run.model.name, run.plan.ranks) == (model, gpus)]
     return tuple(sorted(found, key=lambda run: run.seconds))
 
 
 def forecast_of(run: Run) -> Forecast:
-    """What is forecast for a run."""
+    """The forecast for a measured run."""
     return forecast(run.model, run.plan, run.on, batch=run.batch, sequence=run.sequence, stack=run.stack)
 
 
 def check_guess(dp: int | None, tp: int | None, microbatch: int | None, model: str, gpus: int) -> Verdict:
-    """What was measured for a layout of this model, beside the fastest one and beside its forecast."""
+    """Compare the measured time of a layout of this model with that of the fastest one, and show its forecast."""
     guess = {"dp": dp, "tp": tp, "microbatch": microbatch}
     if None in guess.values():
         return Verdict(None, "my_guess: not started. Put three numbers in place of the three None.")
@@ -72,7 +72,7 @@ def _in_parts(one: Forecast) -> str:
 
 
 def _not_measured(runs: tuple[Run, ...], plan: Plan) -> str:
-    """What a forecast says of a plan that nobody measured, and which ones somebody did."""
+    """A text on a plan that was not measured: which similar ones were, and its forecast."""
     sizes = sorted({run.plan.microbatch for run in runs if run.plan.tp == plan.tp})
     known = f"Runs with tp {listed(sorted({run.plan.tp for run in runs}))} were."
     if sizes:
@@ -107,8 +107,8 @@ class _Given(SimpleNamespace):
 
 @check()
 def check_mfu(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(forecast)` is the model FLOPs utilisation: what the model needs, whatever is computed twice. What it
-    gets has a forecast's model, plan, batch, sequence and seconds, and no `mfu`."""
+    """Check that `fn(forecast)` is the model FLOPs utilisation, which does not count recomputation. Its argument has a
+    forecast's model, plan, batch, sequence and seconds, but no `mfu`."""
     for given in MFU_PLANS:
         (model, sequence, plan), one = given, _of(*given)
         how = "without recomputation" if plan.recompute == "none" else f"with {plan.recompute} recomputation"
@@ -138,7 +138,7 @@ def _given(one: Forecast) -> Any:
 
 
 def _beside(fn: Callable[..., Any], one: Forecast) -> tuple[float, dict[str, float]]:
-    """The logarithms of how many times as much as right an answer is, and would be by known mistakes."""
+    """The logarithm of an answer's ratio to the right one, and of the ratios that known mistakes give."""
     ratio, plan, flops = float(fn(_given(one))) / one.mfu, one.plan, one.model.flops_per_token
     again = 4 / 3 if plan.recompute == "full" else 1
     times = {
@@ -172,7 +172,7 @@ def _beside(fn: Callable[..., Any], one: Forecast) -> tuple[float, dict[str, flo
 
 @dataclass(frozen=True)
 class Job:
-    """A model to be trained on so many GPUs."""
+    """A model to train on this many GPUs."""
 
     model: str
     gpus: int
@@ -196,17 +196,17 @@ JOBS = (
     Job("llama3-70b", 256, 1024, 8192),
 )
 MORE_JOBS = (Job("llama3-8b", 32, 128, 8192), Job("llama3-70b", 128, 512, 8192))
-"""No page names these: a rule is more than a list of plans."""
+"""Jobs that no page names, so that a list of plans is not enough."""
 WORDS = {name: what for name, (what, _) in LOST.items()} | {
     "computing": "computing",
     "dp": "sending gradients and parameters",
 }
-"""What the parts of a step are, for a sentence."""
+"""The parts of a step, worded for a sentence."""
 FORBIDDEN = ("plans", "forecast", "forecast_rows", "forecast_file", "step", "best_of", "Job")
 
 ENOUGH = 1.25
-"""A plan may take so many times as long as the best one that a search over all plans finds: about what a forecast of
-large models is off by, and less than recomputation costs."""
+"""How many times as long as the best of all plans a plan may take: about the error of a forecast of large models, and
+less than the cost of recomputation."""
 
 
 @cache
@@ -216,7 +216,7 @@ def best_of(job: Job) -> Forecast:
 
 @check(not_with=FORBIDDEN, aside=" A rule needs no forecast of time: which plan would you try first?")
 def check_choose(fn: Callable[..., Any]) -> Verdict:
-    """Whether `fn(model, gpus, batch, sequence)` chooses a plan that fits and is nearly as fast as the best, without
+    """Check that `fn(model, gpus, batch, sequence)` chooses a plan that fits and is nearly as fast as the best, without
     forecasting times itself."""
     lines, is_right = [], True
     for job in JOBS + MORE_JOBS:
@@ -249,7 +249,7 @@ def _judged(job: Job, plan: Any) -> tuple[str, bool]:
 
 
 def _loses(job: Job, one: Forecast, best: Forecast) -> str:
-    """Which part takes most longer than in the best plan; of computing, whether equal stages would make it shorter."""
+    """In words, the part that loses most time against the best plan; for computing, whether equal stages would help."""
     mine, theirs = one.parts, best.parts
     worst = max(mine, key=lambda part: mine[part] - theirs.get(part, 0))
     text = f"beside the best, it loses most by {WORDS[worst]}"

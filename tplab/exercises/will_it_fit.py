@@ -20,7 +20,7 @@ from tplab.schedules.simulation import peak_activations
 
 GB = 1e9
 STATES = 18
-"""Bytes per parameter: in bfloat16, its gradient in float32, and what Adam keeps."""
+"""Bytes per parameter: 2 in bfloat16, 4 of its gradient in float32, and 12 of Adam's states."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Case:
     kept: int
 
     def parameters(self, first: int = 1, last: int = 1) -> np.ndarray:
-        """Of each stage, with so many matrices of the vocabulary on the first and on the last one."""
+        """The parameters of each stage, with `first` and `last` vocabulary matrices on the first and last one."""
         held = np.array(self.cut) * self.layer
         held[0] += first * self.ends
         held[-1] += last * self.ends
         return held
 
     def in_flight(self) -> np.ndarray:
-        """The microbatches that each stage keeps at most, counted in the schedule."""
+        """The most microbatches that each stage keeps, counted in the schedule."""
         return peak_activations(one_f_one_b(len(self.cut), self.microbatches)).astype(int)
 
     def bytes_of_stages(self, parameters: Any, in_flight: Any, states: int = STATES) -> np.ndarray:
@@ -88,7 +88,7 @@ OF_PARAMETERS: Mapping[str, Callable[[Case], Any]] = {
         lambda case: replace(case, cut=len(case.cut) * (sum(case.cut) / len(case.cut),)).parameters()
     ),
 }
-"""What is wrong with the parameters -> the parameters of each stage that this would give."""
+"""hint on a mistake -> the parameters of each stage that it gives."""
 
 OF_IN_FLIGHT: Mapping[str, Callable[[Case], Any]] = {
     "": Case.in_flight,
@@ -116,15 +116,15 @@ OF_IN_FLIGHT: Mapping[str, Callable[[Case], Any]] = {
     ),
     "Its activations are those of one microbatch. How many does a stage keep at once?": lambda case: 1,
 }
-"""What is wrong with the activations -> the microbatches that this would give."""
+"""hint on a mistake -> the microbatches in flight that it gives."""
 
 OF_STATES = {"": STATES, "Are the bytes per parameter those above, with gradients in float32?": 16}
 
 
 @check("stage_bytes", not_with=("peak_activations", "in_flight", "memory"))
 def check_stage_bytes(fn: Callable[[Any, int, int, int, int], Any]) -> Verdict:
-    """Whether `fn(cut, microbatches, layer, ends, kept)` is the bytes of each stage of a 1F1B pipeline: 18 for each of
-    its parameters, and what its layers keep for the microbatches in flight."""
+    """Check that `fn(cut, microbatches, layer, ends, kept)` returns the bytes of each stage of a 1F1B pipeline: 18 per
+    parameter, plus those that its layers keep for the microbatches in flight."""
     for case in CASES:
         found, want = _bytes_of(fn, case), case.right()
         if (wrong := np.flatnonzero(~np.isclose(found, want, rtol=1e-9))).size:
@@ -137,7 +137,7 @@ def check_stage_bytes(fn: Callable[[Any, int, int, int, int], Any]) -> Verdict:
 
 
 def _bytes_of(fn: Callable[[Any, int, int, int, int], Any], case: Case) -> np.ndarray:
-    """What the learner's function says."""
+    """The learner's result for a case."""
     with on(f"in {case}"):
         given = list(case.cut)
         got = fn(given, case.microbatches, case.layer, case.ends, case.kept)
@@ -151,7 +151,7 @@ def _bytes_of(fn: Callable[[Any, int, int, int, int], Any], case: Case) -> np.nd
 
 
 def _known(case: Case) -> dict[str, np.ndarray]:
-    """What known mistakes make of the bytes: with one of their parts, or with several."""
+    """hint -> the bytes that mistakes give, in one of their parts or in several"""
     ways = product(OF_STATES.items(), OF_PARAMETERS.items(), OF_IN_FLIGHT.items())
     known = {}
     for said in sorted(ways, key=lambda way: sum(bool(text) for text, _ in way)):
@@ -166,7 +166,7 @@ def _known(case: Case) -> dict[str, np.ndarray]:
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "buffers")
 LIMIT = 80e9
-"""What a forecast may have of an H100, which lets a program have 85.0 GB: torch reserves more than it needs."""
+"""The limit of a forecast on an H100, where a program can use 85.0 GB: torch reserves more than it needs."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,13 @@ class Job:
     sequence: int
 
     def fullest(self, plan: Plan) -> tuple[Held, int]:
-        """What the fullest rank holds, and the stage it is in."""
+        """The memory of the fullest rank, and its stage."""
         held = memory(self.model, plan, self.batch, self.sequence)
         stage = max(range(len(held)), key=lambda one: held[one].total)
         return held[stage], stage
 
     def peak(self, plan: Plan) -> tuple[int, int]:
-        """The bytes that the fullest rank holds, and the stage it is in."""
+        """The bytes of the fullest rank, and its stage."""
         held, stage = self.fullest(plan)
         return held.total, stage
 
@@ -222,9 +222,9 @@ REMEDIES: Mapping[str, Callable[[Plan], Plan]] = {
     "full recomputation": _with(recompute="full"),
     "ZeRO 3": _with(zero=3),
 }
-"""What a job can change, with what changes a job least first. A remedy that cannot be had leaves the plan as it is."""
+"""Possible changes of a job, the smallest first. A remedy that is impossible leaves the plan as it is."""
 KEPT = {"ZeRO 3": " (A rank keeps no bfloat16 parameters.)"}
-"""What a remedy does that its name does not say."""
+"""Effects of a remedy that its name does not state."""
 
 JOBS: Mapping[str, Job] = {
     "A": Job(Model.find("llama3-8b"), Plan(pp=2, dp=4), 64, 8192),
@@ -241,8 +241,8 @@ def first_enough(job: Job) -> str:
 
 
 def check_remedies(chosen: Mapping[str, tuple[str, float]]) -> Verdict:
-    """Whether `chosen` has, for each job, the first remedy of the list that makes it fit, and the GB that the fullest
-    rank then holds, to within a tenth."""
+    """Check that `chosen` has, for each job, the first remedy of the list that makes it fit, and the GB that the
+    fullest rank then holds, to within a tenth."""
     if not isinstance(chosen, Mapping):
         return Verdict(False, f"my_remedies: this is an object of type {type(chosen).__name__}. Write a dict.")
     if not any(name for name, _ in map(_pair, chosen.values())):
@@ -260,7 +260,7 @@ def _pair(choice: Any) -> tuple[str, Any]:
 
 
 def _judged(job: Job, choice: str, gb: Any) -> tuple[str, bool]:
-    """(what a remedy does to a job, whether it is the right one, with the right GB)."""
+    """(the effect of a remedy, in words; whether it is the right one, with the right GB)."""
     names = {name.casefold(): name for name in REMEDIES}
     name = names.get(choice.casefold().replace("-", " "))
     if name is None:

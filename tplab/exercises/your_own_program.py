@@ -20,13 +20,13 @@ Accumulate = Callable[[Any, Callable[[Any, Any], Any], Sequence[Any]], Any]
 NAME = "accumulate"
 WIDTH, ROWS = 6, 4
 SIZES = ((2, 3), (3, 4), (2, 2), (1, 2))
-"""How many ranks, and how many parts the batch of each of them has."""
+"""(number of ranks, parts of each rank's batch)."""
 
 
 @check(NAME)
 def check_accumulate(accumulate: Accumulate) -> Verdict:
-    """Whether `accumulate(net, loss_of, batches)` leaves the gradients of the mean loss over the batches of all ranks
-    in `net`, a DistributedDataParallel, and sends them only once.
+    """Check that `accumulate(net, loss_of, batches)` leaves the gradients of the mean loss over the batches of all
+    ranks in `net`, a DistributedDataParallel, and sends them only once.
 
     loss_of(net, batch) is the loss of one batch. Runs on 1, 2 and 3 simulated ranks. `net` begins without gradients.
     """
@@ -37,7 +37,7 @@ def check_accumulate(accumulate: Accumulate) -> Verdict:
 
 
 def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]:
-    """A picture of the gradient, if nothing is wrong on this many ranks with so many parts."""
+    """A picture of the gradient; refuses mistakes on this many ranks with this many parts each."""
     num_bytes, per_rank = _accumulated(accumulate, num_ranks, num_parts)
     want = _expected(num_ranks, range(num_parts))
     on = f"on {counted(num_ranks, 'rank')} with {num_parts} parts each"
@@ -50,7 +50,7 @@ def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]
     if damage := next((damage for _, damage in per_rank if damage), ""):
         refuse(f": the gradients are right, but {damage}")
     size = sum(grad.numel() * 8 for grad in want)
-    # DDP sends the model when it is made.
+    # DDP broadcasts the model when it is constructed.
     made, _ = _accumulated(lambda net, loss_of, batches: None, num_ranks, num_parts)
     sent = max(after - before for after, before in zip(num_bytes, made))
     once = 2 * (num_ranks - 1) * size // num_ranks
@@ -63,7 +63,7 @@ def _look(accumulate: Accumulate, num_ranks: int, num_parts: int) -> list[Panel]
 
 
 def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor], counts: tuple[int, int]) -> str:
-    """What is wrong with the gradients of so many ranks with so many parts each; "" if nothing is."""
+    """The fault in the gradients for these counts (ranks, parts), in words; "" if there is none."""
     import torch
 
     def is_multiple(factor: float) -> bool:
@@ -102,7 +102,7 @@ def _wrong_gradient(per_rank: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
 def _accumulated(
     accumulate: Accumulate, num_ranks: int, num_parts: int
 ) -> tuple[list[int], list[tuple[list[Any], str]]]:
-    """The bytes that each rank has sent; and its gradients, and what has been damaged."""
+    """The bytes that each rank sent, and its (gradients, damage)."""
     from torch.nn.parallel import DistributedDataParallel
 
     def program() -> tuple[list[Any], str]:
@@ -152,7 +152,7 @@ def _accumulated(
 
 
 def _added_to(net: Any) -> dict[str, int]:
-    """How many hooks, and which attributes of their own, a model and its parameters have."""
+    """The number of hooks on a model and its parameters, and of public attributes of its modules, by name."""
     found = Counter[str]()
     for module in net.modules():
         for name, value in vars(module).items():

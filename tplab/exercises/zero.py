@@ -123,8 +123,8 @@ STEP = Exercise(
 
 
 def check_step(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is a step of gradient descent with momentum (m = 0.9 m + dw, w = w - 0.5 m) in which each rank has
-    its own rows of m, and steps its own rows of w.
+    """Check that `fn` is a step of gradient descent with momentum (m = 0.9 m + dw, w = w - 0.5 m) in which each rank
+    has its own rows of m, and steps its own rows of w.
 
     w [D, F], the same on every rank   dw [D, F], this rank's own gradient   m [D/dp, F], its rows of the momentum
       ->   the new w [D, F] on every rank, and the new m [D/dp, F]
@@ -168,7 +168,7 @@ def _own_rows_only(seen: Seen) -> np.ndarray:
 
 
 def _with(matrices: Callable[[np.ndarray, int, int], np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """The layer's result with other `matrices(row, width, ranks)` [2, D, D] than a and b."""
+    """The layer's result with `matrices(row, width, ranks)` [2, D, D] instead of a and b."""
 
     def wrong(seen: Seen) -> np.ndarray:
         x = seen.own["x"]
@@ -234,7 +234,7 @@ LAYER = Exercise(
 
 
 def check_layer(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Whether `fn` is relu(x @ a) @ b, whose two matrices are one row of numbers that the ranks share.
+    """Check that `fn` is relu(x @ a) @ b, whose two matrices are one row of numbers that the ranks share.
 
     x [B/dp, D], this rank's rows of the batch   piece [2 D D / dp]   ->   y [B/dp, D]
     The whole row has a [D, D], followed by b [D, D]. The gradient of `piece` is for all rows of the batch.
@@ -243,7 +243,7 @@ def check_layer(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 
 
 def _in_pieces(answer: Answer) -> Verdict:
-    """Refuse sums that every rank gets, and say of a layer that gathers once what that keeps."""
+    """Refuse sums that every rank receives, and remark on the memory of a layer that gathers only once."""
     if any(event.op == "all_reduce" for trace in answer.traces for event in trace.events):
         but(
             "an all_reduce gives every rank the sums for all pieces.\nA rank needs the sum for its own piece only, "

@@ -1,1 +1,1 @@
-"""One file for each thing that is tried. `tasks(place)` yields its checks."""
+"""One file per item. Its `tasks(place)` yields the item's checks."""

@@ -1,4 +1,4 @@
-"""Attention over a sequence that ranks share, on CUDA's kernels, beside the plain equations in float64."""
+"""Attention over a sequence that ranks share, on CUDA's kernels, compared with the plain equations in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "documents": {"documents": (100, 28, 64)},
 }
 LENGTH = 192
-"""Tokens: 1, 2, 3, 4 and 8 ranks can share them, twice each."""
+"""Tokens, divisible by twice 1, 2, 3, 4 and 8 ranks."""
 SPEC = P(None, None, "cp")
 
 
@@ -91,7 +91,7 @@ def _plain(about: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -
 
 
 def long(place: Place) -> Figures:
-    """Against torch's own attention of the whole sequence, in the same dtype."""
+    """Compare with torch's own attention over the whole sequence, in the same dtype."""
     length = 256 if place.quick else 16384
     dtype = torch.bfloat16 if place.device == "cuda" else torch.float32
     layout = TokenLayout("zigzag", length, 4)

@@ -1,11 +1,11 @@
-"""The clock beside the chip: operations, a block and a training step, measured and modelled.
+"""The clock compared with the chip: operations, a block and a training step, measured and modelled.
 
 Each row is [what, measured, eager, forecast, data sheet, on meta], in seconds:
 
-    measured     a CUDA graph of the operation, replayed: without Python. Backward passes are measured eagerly
-    eager        as Python starts it
-    forecast, data sheet     what the modelled clock says of the same program with its tensors on the device
-    on meta      the forecast again, with tensors that have no numbers; None where it is not asked for
+    measured     a CUDA graph of the operation, replayed without Python. Backward passes are measured eagerly
+    eager        launched from Python
+    forecast, data sheet     the modelled clock's time of the same program with its tensors on the device
+    on meta      the forecast again, with tensors that have no numbers; None if it is not needed
 
 The operands of one row stay the same, so that small ones stay in the chip's cache, as in most published tables.
 """
@@ -62,7 +62,7 @@ def tasks(place: Place) -> Iterator[Task]:
 
 
 def _table(rows: Rows, seconds: float) -> Figures:
-    """The rows that can be measured in so many seconds."""
+    """The rows that can be measured in this many seconds."""
     began, found, errors, left_out = time.monotonic(), list[Row](), list[str](), 0
     clusters = Clusters.here()
     for row in rows:
@@ -111,7 +111,7 @@ def _sizes(place: Place, dtype: torch.dtype) -> Sequence[tuple[int, int, int]]:
 
 
 def _matmuls(place: Place, dtype: torch.dtype) -> Rows:
-    """x [m, k] and w [n, k], as a linear layer has them."""
+    """Matmuls of x [m, k] and w [n, k], as in a linear layer."""
     for m, n, k in _sizes(place, dtype):
 
         def row(m: int = m, n: int = n, k: int = k) -> Row:
@@ -131,7 +131,7 @@ def _says(m: int, n: int, k: int, dtype: torch.dtype) -> list[float]:
 
 
 def _float8(place: Place) -> Rows:
-    """One scale for each matrix, and bfloat16 out."""
+    """Matmuls with one scale per matrix, and outputs in bfloat16."""
     for m, n, k in _sizes(place, torch.float8_e4m3fn):
 
         def row(m: int = m, n: int = n, k: int = k) -> Row:
@@ -216,7 +216,7 @@ def _others(place: Place) -> Rows:
 
 
 def _launches(place: Place) -> Rows:
-    """Operations that have nearly nothing to do: what a kernel costs, and what Python costs before it."""
+    """Operations with almost no work: the cost of a kernel, and of Python before it."""
     x, w = _drawn(place, 8, 64), _drawn(place, 64, 64)
     leaf = _drawn(place, 8, 64).requires_grad_()
     programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -246,7 +246,7 @@ def _ten_adds(x: Tensor) -> Tensor:
 
 
 def _models(place: Place) -> Rows:
-    """Forward and backward. `measured` is a CUDA graph of both, where torch can capture it; otherwise eager."""
+    """Forward and backward passes. `measured` is a CUDA graph of both if torch can capture it, or else eager."""
     some = {
         "block, 4,096 tokens of 4,096 features": lambda: (Block(4096, 32), (1, 4096, 4096)),
         "block, 8 x 2,048 tokens of 2,048 features": lambda: (Block(2048, 16), (8, 2048, 2048)),
@@ -263,7 +263,7 @@ def _models(place: Place) -> Rows:
 
 
 def _experts(place: Place) -> Rows:
-    """Layers of experts with equal loads: those of Mixtral, Qwen3-30B, and what one of 32 ranks has of DeepSeek-V3."""
+    """Layers of experts with equal loads: of Mixtral, of Qwen3-30B, and one of 32 ranks' part of DeepSeek-V3."""
     some = {
         "Mixtral: 4,096 tokens, 2 of 8 experts": (4096, 14336, 8, 2, 4096),
         "Qwen3-30B: 4,096 tokens, 8 of 128 experts": (2048, 768, 128, 8, 4096),

@@ -1,4 +1,4 @@
-"""The machine: its chip, its driver, and the versions of everything that takes part."""
+"""The machine: its chip, its driver, and the versions of all packages involved."""
 
 from __future__ import annotations
 

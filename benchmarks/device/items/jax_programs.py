@@ -1,4 +1,4 @@
-"""JAX on the GPU: a rank's program, the trace of a compiled function, why a collective is there, and training."""
+"""JAX on the GPU: a rank's program, the trace of a compiled function, the cause of a collective, and training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _numbers() -> list[np.ndarray]:
 
 
 def _near(found: Any, x: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
-    """How far off, of the largest. XLA multiplies float32 in TF32 on this GPU unless asked for more: 2^-10 each."""
+    """The largest error, relative to the largest entry. By default XLA multiplies float32 in TF32: 2^-10 per factor."""
     want = np.tanh(x.astype(float) @ a) @ b
     off = float(np.abs(np.asarray(found) - want).max() / np.abs(want).max())
     if not off < 4e-3:
@@ -67,7 +67,7 @@ def ran(on: str) -> Figures:
 
 
 def looped(on: str) -> Figures:
-    """Loops that data ends, and branches that data takes: the trace runs the program again."""
+    """Loops and branches that depend on data: the trace runs the program again."""
     import jax
     from jax import numpy as jnp
 
@@ -86,7 +86,7 @@ def looped(on: str) -> Figures:
 
 
 def traced(on: str) -> Figures:
-    """The compiled program of this backend: fusions, and calls of cuBLAS instead of dots."""
+    """The compiled program of this backend has fusions, and calls of cuBLAS instead of dots."""
     import jax
     from jax import numpy as jnp
     from jax.sharding import Mesh as JaxMesh
@@ -122,7 +122,7 @@ def traced(on: str) -> Figures:
 
 
 def same(on: str) -> Figures:
-    """With one device there is nothing to compare, and it says so."""
+    """With one device there is nothing to compare, and the report says so."""
     import jax
     from jax import numpy as jnp
 
@@ -143,7 +143,7 @@ def same(on: str) -> Figures:
 
 
 def trained(on: str) -> Figures:
-    """Losses beside those of the CPU. TF32 makes them differ by more than rounding in float32."""
+    """Compare losses with those of the CPU. With TF32, they differ by more than rounding in float32."""
     from tplab.data.text import Text
     from tplab.models.gpt import GPTConfig
     from tplab.training.recipe import Recipe

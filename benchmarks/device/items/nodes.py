@@ -1,7 +1,7 @@
-"""Several nodes of one GPU each, as far as one GPU can show them: NCCL takes each process for another machine.
+"""Several nodes of one GPU each, as far as one GPU can simulate them: NCCL takes each process for another machine.
 
-NCCL refuses two ranks on one GPU if both are on one host, and knows a host by NCCL_HOSTID. With another one for each
-process the ranks' messages go through sockets, as between machines without InfiniBand.
+NCCL refuses two ranks on one GPU if both are on one host, and identifies a host by NCCL_HOSTID. With a different one
+per process, messages go through sockets, as between machines without InfiniBand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.device.items.recording import judged, written
 from tplab import Mesh
 
 CLOSE = {"torch.float64": 1e-12, "torch.float32": 1e-4, "torch.bfloat16": 0.08}
-"""How far sums may be off, relative to the largest number: they are added up in another order, in 16 bits too."""
+"""The largest error of sums, relative to the largest number: they are added up in another order, also in 16 bits."""
 
 
 def tasks(place: Place) -> Iterator[Task]:
@@ -31,7 +31,7 @@ def tasks(place: Place) -> Iterator[Task]:
 
 
 def under_torchrun(place: Place, nodes: int) -> Figures:
-    """Results and gradients of every rank, beside those of simulated ranks; faults are named, and a run works after."""
+    """Compare every rank's results and gradients with simulated ranks'. Faults are named, and later runs still work."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{index}.pt" for index in range(nodes)]
         started(nodes, [["-m", "benchmarks.device.node", str(file), str(nodes)] for file in files], 100)
@@ -70,7 +70,7 @@ def recorded(place: Place) -> Figures:
 
 
 def started(nodes: int, commands: Sequence[Sequence[str]], limit: float) -> None:
-    """Run a command on each node, under a torchrun of its own. Raises Wrong where one does not end well."""
+    """Run a command on each node, under its own torchrun. Raises Wrong if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

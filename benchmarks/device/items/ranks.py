@@ -20,7 +20,7 @@ from tplab.schedules import interleaved_1f1b, zb_h1
 from tplab.training.recipe import Recipe
 
 CONFIG = GPTConfig(29, 48, 6, 24, 24, norm="rms", activation="swiglu")
-"""Sizes that 1, 2, 3, 4 and 8 ranks can share, and a vocabulary that they cannot."""
+"""Sizes that are divisible by 1, 2, 3, 4 and 8 ranks, and a vocabulary that is not."""
 TEXT = Text(np.random.default_rng(0).integers(0, 29, 2000).astype(np.uint8).tobytes())
 PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "tp=1": (Mesh(tp=1), {}),
@@ -55,7 +55,7 @@ def tasks(place: Place) -> Iterator[Task]:
 
 
 def training(place: Place, mesh: Mesh, about: dict[str, Any]) -> Figures:
-    """Losses and parameters of three steps, beside those of one rank on the CPU, in float32."""
+    """Compare losses and parameters of three steps with those of one rank on the CPU, in float32."""
     found, want = _trained(mesh, place.device, **about), _alone()
     off = max(abs(a / b - 1) for a, b in zip(found.losses, want.losses, strict=True))
     moved = max(float(np.abs(found.state[name] - x).max()) for name, x in want.state.items())
@@ -113,7 +113,7 @@ def same_bits(place: Place, size: int) -> Figures:
 
 
 def distributed(place: Place) -> Figures:
-    """Torch's own wrappers on three simulated ranks of the device, beside one model on the whole batch."""
+    """Compare torch's own wrappers, on three simulated ranks of the device, with one model on the whole batch."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -146,7 +146,7 @@ def distributed(place: Place) -> Figures:
 
 
 def memory(place: Place) -> Figures:
-    """The peak of a training step as `count_memory` counts it, and as torch's allocator saw it."""
+    """Compare the peak of a training step in `count_memory` with that of torch's allocator."""
     sizes = (8, 16, 64) if place.quick else (32, 512, 1024)
 
     def step(x: Tensor) -> None:
@@ -167,7 +167,7 @@ def memory(place: Place) -> Figures:
     figures: dict[str, Any] = {"counted": counted[0], "counted on meta": bare and bare[0]}
     if place.device != "cuda":
         return figures
-    step(x)  # libraries keep work space of their own from now on
+    step(x)  # libraries keep their work space from now on
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step(x)
@@ -196,7 +196,7 @@ def measured(place: Place) -> Figures:
 
 
 def nccl(place: Place) -> Figures:
-    """run(on="processes") on as many GPUs as ranks: the native way, through NCCL."""
+    """run(on="processes") with as many GPUs as ranks uses NCCL."""
     place.need_gpu()
 
     def program(x: Tensor) -> tuple[str, float, float]:

@@ -1,7 +1,7 @@
 """A real run, recorded: `torchrun -m tplab.record`, with NCCL and gloo on the GPU and gloo on the CPU, merged.
 
-NCCL has no two ranks of a host on one GPU (items/nodes.py gives each a host). A group of one sends nothing, and so is
-not recorded: here it is, to hear NCCL.
+NCCL refuses two ranks of one host on one GPU (items/nodes.py gives each its own host). A group of one rank sends
+nothing, so it is usually not recorded; here it is, to record NCCL.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def recorded(ranks: int, device: str, backend: str, width: int) -> Figures:
 
 
 def judged(folder: Path, ranks: int) -> Figures:
-    """Every rank has its collectives, each with a time; those on the GPU begin and end within the run. In a broadcast
-    the root may be done before another rank arrives: that one takes no time, as it counts from the last arrival."""
+    """Check that every rank has its collectives, each with a duration, within the run. In a broadcast the root may be
+    done before another rank arrives, which then takes no time, since it counts from the last arrival."""
     merged = merge(folder)
     trace = merged.trace
     events = [event for event in trace.events if event.kind == "collective"]
@@ -106,7 +106,7 @@ def record(folder: Path, ranks: int, device: str, backend: str, width: int) -> N
 
 
 def command(place: Place) -> Figures:
-    """The command for people. The page of --html needs packages of notebooks, so the trace is written instead."""
+    """Run the command. It writes the trace, since the page of --html needs packages for notebooks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         record(folder, 1, place.device, "nccl" if place.device == "cuda" else "gloo", 64)

@@ -1,4 +1,4 @@
-"""Scripts of other people that say cuda and nccl, on a machine that has one GPU: simulated ranks, and the doctor."""
+"""Scripts that name cuda and nccl, on a machine with one GPU: on simulated ranks, and with the doctor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if dist.get_rank() == 0:
     print("the last loss is", round(mean.item(), 4))
 dist.destroy_process_group()
 """
-"""DDP on GPUs. SET is how a rank chooses its own: by its number, or modulo the GPUs that there are."""
+"""DDP on GPUs. SET is the GPU that a rank chooses: its own number, or that modulo the number of GPUs."""
 BY_NUMBER, MODULO = "local", "local % torch.cuda.device_count()"
 
 
@@ -55,7 +55,7 @@ def tasks(place: Place) -> Iterator[Task]:
 
 
 def started(command: Sequence[str], ranks: int, script: str | None, expected: str) -> Figures:
-    """What the command printed at the end, if it ended well."""
+    """The last lines that the command printed. Raises Wrong if it failed."""
     done = _run(command, ranks, script)
     if done.code or expected not in done.out:
         raise Wrong(f"{' '.join(command)}: {done.tail}\n{done.out[-800:]}", {"exit status": done.code})
@@ -68,7 +68,7 @@ def on_cuda(command: Sequence[str], choice: str) -> Figures:
 
 
 def one_gpu_too_few(command: Sequence[str]) -> Figures:
-    """Rank 1 asks for a second GPU: there is none, and what is said must name the way out."""
+    """Rank 1 asks for a second GPU. There is none, and the error must name the way out."""
     done = _run(command, 4, ON_CUDA.replace("SET", BY_NUMBER))
     figures: Figures = {"exit status": done.code, "said": done.errors.strip().splitlines()[-4:]}
     if done.code in (0, None) or "--device cpu" not in done.errors:

@@ -1,5 +1,5 @@
-"""Tests of layers, collectives, pipelines and the data dimension, with their simulated ranks moved to the GPU. Those of
-JAX, and of pictures, need other packages."""
+"""Tests of layers, collectives, pipelines and the data dimension, with their simulated ranks on the GPU. Tests of JAX
+and of pictures need other packages."""
 
 from __future__ import annotations
 

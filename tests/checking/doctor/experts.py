@@ -1,4 +1,4 @@
-"""Experts of which each rank has some: right as it stands. test_experts.py has the faults that are put in."""
+"""Experts sharded over the ranks. This script is right; test_experts.py has the faults that are inserted."""
 
 import torch
 import torch.distributed as dist

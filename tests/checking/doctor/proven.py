@@ -1,12 +1,12 @@
-"""Proofs about scripts that need no second run: no text that they depend on has changed since they were made.
+"""Proofs about scripts that are not repeated while no text that they depend on has changed.
 
-`test_scripts` and `test_jax_steps` prove what is claimed of the scripts that judge the doctor, without the doctor. Each
-proof is written down in proven.txt: as a hash of the script, of what is claimed of it, and of the code that compares
-the two. A proof that is not there is made, and so is every proof with another Python or other versions of the packages.
+`test_scripts` and `test_jax_steps` prove the claims about the scripts that judge the doctor, without the doctor. Each
+proof is recorded in proven.txt, as a hash of the script, of the claims about it, and of the code that compares the two.
+A missing proof is made, and so is every proof with another Python or other versions of the packages.
 
-The scripts run on tplab's simulated ranks, which are in no hash. So the first proof of each kind is always made, and so
-are those of scripts that import tplab. `python -m tests.checking.doctor.proven` makes those that are missing, and
-writes them down.
+The scripts run on tplab's simulated ranks, which no hash includes. Therefore the first proof of each kind is always
+made, and so are those of scripts that import tplab. `python -m tests.checking.doctor.proven` makes and records missing
+proofs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import pytest
 
 RECORD = Path(__file__).with_name("proven.txt")
 PACKAGES = ("torch", "jax", "numpy", "transformers", "accelerate")
-"""What runs the scripts. With other versions of them, every proof is made."""
+"""The packages that run the scripts. With other versions of them, every proof is made."""
 IMPORTS_TPLAB = re.compile(r"^\s*(from|import) tplab\b", re.MULTILINE)
 
 
 class Proof(NamedTuple):
-    """What is proven of each row, and the texts on which that depends: the script's is the first."""
+    """A proof about each row, and the texts on which it depends, the script first."""
 
     prove: Callable[[Any], None]
     rows: Sequence[Any]
@@ -41,7 +41,7 @@ class Proof(NamedTuple):
     texts: Callable[[Any], Iterable[str]]
 
     def is_needed(self, row: Any) -> bool:
-        """Whether it is to be made now."""
+        """Whether the proof must be made now."""
         return (
             row is self.rows[0]
             or bool(IMPORTS_TPLAB.search(next(iter(self.texts(row)))))
@@ -61,7 +61,7 @@ source_of: Callable[[Any], str] = cache(getsource)
 
 
 def proven_of_each(rows: Sequence[Any], name: Callable[[Any], str], texts: Callable[[Any], Iterable[str]]) -> Any:
-    """A test of each row that is made once, as long as it and these texts stay the same. Its argument is the row."""
+    """A test of each row that runs only once while it and these texts stay the same. Its argument is the row."""
 
     def decorate(prove: Callable[[Any], None]) -> Callable[[Any], None]:
         proof = Proof(prove, rows, name, texts)
@@ -114,6 +114,6 @@ def write_down(lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    from tests.checking.doctor import proven  # the module whose list the tests fill
+    from tests.checking.doctor import proven  # the module instance whose list the tests fill
 
     proven.main()

@@ -1,6 +1,6 @@
-"""Scripts that train on their ranks what they train on one: nothing may be said against them.
+"""Scripts that train the same on their ranks as on one. The doctor must report nothing.
 
-`test_scripts` compares what they print, step by step. The scripts of `wrong`, repaired, are right too.
+`test_scripts` compares their printed numbers, step by step. Repaired scripts of `wrong` are right, too.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Right:
-    """A script of the folder `right`, and how it is run.
+    """A script of the folder `right`, and how to run it.
 
-    tolerance   how far apart printed numbers may be: a sum in bfloat16 has 8 bits; None where ranks draw dropout masks
-                of their own, as data-parallel ranks should
+    tolerance   the largest difference of printed numbers: a sum in bfloat16 has 8 bits; None if ranks draw their own
+                dropout masks, as data-parallel ranks should
     """
 
     script: str

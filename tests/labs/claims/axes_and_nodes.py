@@ -1,4 +1,4 @@
-"""Lab 19: what the order of two axes costs."""
+"""Lab 19: the cost of the order of two axes."""
 
 from tests.labs.entries import Claim, Given, Quote
 from tests.labs.model import NDR, PLAYBOOK, SHEET
@@ -10,7 +10,7 @@ LAB = "19_axes_and_nodes"
 
 
 def of_axes(order: str, axis: str, cluster: Cluster) -> float:
-    """What lab 19 models for both all_reduces along an axis of 4 x 4 ranks, in ms."""
+    """The modelled ms of lab 19's two all_reduces along an axis of 4 x 4 ranks."""
     mesh = Mesh(dp=4, tp=4) if order == "tp last" else Mesh(tp=4, dp=4)
     elements = 2 * 16384 // 4 * 4096 if axis == "tp" else 4096 * 16384 // 4
     return 2e3 * cluster.collective_seconds("all_reduce", 2 * elements, mesh.group(0, axis))
@@ -25,7 +25,7 @@ def in_total(dp: int, cluster: Cluster) -> float:
 
 
 def dp_gains(cluster: Cluster) -> float:
-    """What `dp` gains if `tp` comes first, as a share of what `tp` loses."""
+    """The gain of `dp` if `tp` comes first, as a share of the loss of `tp`."""
     tp, dp = (of_axes("tp first", axis, cluster) - of_axes("tp last", axis, cluster) for axis in ("tp", "dp"))
     return -dp / tp
 

@@ -1,4 +1,4 @@
-"""Lab 21: how evenly layouts share causal attention, and what its author measured of ring-flash-attention."""
+"""Lab 21: how evenly layouts share causal attention, and measurements of ring-flash-attention by its author."""
 
 from tests.labs.entries import Claim, Given, Quote
 from tests.labs.prose import milliseconds
@@ -17,7 +17,7 @@ def measured(layout: str, gpu: str, passes: str) -> RingAttention:
 
 
 def reached(name: str) -> list[float]:
-    """What a row of the lab's table has after the model's number."""
+    """The numbers after the model's in a row of the lab's table."""
     return [100 * measured(VARIANTS[name], gpu, passes).efficiency for gpu in GPUS for passes in ("fwd", "fwd+bwd")]
 
 

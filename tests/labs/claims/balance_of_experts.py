@@ -1,4 +1,4 @@
-"""Lab 23: what skew costs on the modelled clock, and in rows that aiconfigurator has measured."""
+"""Lab 23: the cost of skew on the modelled clock, and in rows that aiconfigurator has measured."""
 
 from tests.labs.entries import Claim, Given
 from tests.labs.prose import milliseconds

@@ -21,13 +21,13 @@ def doubling(nbytes: float) -> float:
 
 
 def bus_bandwidth(gpu: str, op: str) -> float:
-    """The most that was measured."""
+    """The highest measured bus bandwidth."""
     laps = 2 if op == "all_reduce" else 1
     return max(laps * 7 / 8 * nbytes / seconds for nbytes, seconds in collective_times(gpu, op, 8))
 
 
 def sends(op: str, ranks: int) -> float:
-    """Of its input."""
+    """The share of its input that a rank sends."""
     return collective(op, 1.0, ranks, SHEET.inner_link, "ring").bytes
 
 

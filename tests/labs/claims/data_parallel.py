@@ -1,4 +1,4 @@
-"""Lab 16: from how many tokens gradients hide, and what real runs lose."""
+"""Lab 16: the tokens from which gradients hide, and the losses of real runs."""
 
 from functools import cache
 
@@ -33,7 +33,7 @@ def forecast_seconds(gpus: int) -> float:
 
 
 def most_gpus(cluster: Cluster) -> int:
-    """Over how many H100s, in whole nodes, 4 million tokens can be spread so that gradients hide."""
+    """The most H100s, in whole nodes, over which 4 million tokens can be spread so that gradients hide."""
     few, many = 1, 1000  # nodes
     while many - few > 1:
         middle = (few + many) // 2
@@ -47,7 +47,7 @@ def hidden(ranks: int, tokens: int) -> float:
     sizes = {"dtype": torch.bfloat16, "device": "meta"}
     model = nn.Sequential(*(skip_init(nn.Linear, 8192, 8192, bias=False, **sizes) for _ in range(16)))
 
-    def step(model, x):  # a model of each rank's own: hooks on a shared one would be those of all ranks
+    def step(model, x):  # each rank has its own model: hooks on a shared one would run on all ranks
         tt.data_parallel(model, "dp", bucket_bytes=25e6, broadcast=False)
         model(x).mean().backward()
 

@@ -1,4 +1,4 @@
-"""Lab 07: what masks take, and what one mask on all ranks does to the variance."""
+"""Lab 07: the memory of masks, and the effect of one mask on all ranks on the variance."""
 
 import re
 
@@ -10,7 +10,7 @@ MASKS = 80 * 2 * 4096 * 8192
 
 
 def variances() -> list[float]:
-    """Of own masks, and of one mask on four ranks, as the lab counts them."""
+    """The variances with own masks, and with one mask on four ranks, as the lab counts them."""
     return [float(found) for found in re.findall(r"^o(?:wn masks|ne mask).* ([\d.]+)$", printed("07_dropout"), re.M)]
 
 

@@ -4,7 +4,7 @@ from tests.labs.entries import Claim
 
 LAB = "22_experts_on_ranks"
 
-ROWS = 128 * 8  # of 128 tokens that choose 8 experts each
+ROWS = 128 * 8  # 128 tokens that choose 8 experts each
 RATES = [ROWS * row / microseconds / 1e3 for row, microseconds in ((7168 + 224, 118), (2 * 7168, 195))]  # GB/s
 PRINTED = (63, 74)  # deepseek-ai/DeepEP, docs/legacy.md, MIT: 16 H800s with ConnectX-7 cards
 

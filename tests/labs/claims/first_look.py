@@ -13,12 +13,12 @@ from tplab import Mesh, P
 
 
 def micros() -> list[float]:
-    """What the lab prints: eight numbers as a whole and in pieces, then a matrix as a whole and in pieces."""
+    """The printed µs: of eight numbers as a whole and in pieces, then of a matrix as a whole and in pieces."""
     return [float(found.replace(",", "")) for found in re.findall(r"bytes in +([\d,]+) µs", printed("00_first_look"))]
 
 
 def in_total(ranks: int) -> int:
-    """How many tensors all ranks send."""
+    """The number of tensors that all ranks send."""
     return ranks * (ranks - 1)
 
 
@@ -34,7 +34,7 @@ def pieces(x: Any) -> Any:
 
 
 def additions(program: Any) -> int:
-    """On one of eight ranks."""
+    """The number of additions on one of eight ranks."""
     tensors = torch.empty(64, device="meta")
     trace = tt.run(program, Mesh(ring=8), tensors, in_specs=P("ring"), cluster=SHEET).trace
     return sum(event.op == "add" for event in trace.select(rank=0, kind="compute").events)

@@ -1,4 +1,4 @@
-"""Lab 03: what a network delivers, on a data sheet, in the forecast, and measured on the playbook's cluster."""
+"""Lab 03: the bandwidth of a network on a data sheet, in the forecast, and measured on the playbook's cluster."""
 
 from functools import cache
 
@@ -12,17 +12,17 @@ NVLINK, CARD = SHEET.inner_link.bandwidth, SHEET.link(0, 8).bandwidth
 
 @cache
 def all_reduces() -> dict[int, Network]:
-    """Nodes -> what was measured on the playbook's network."""
+    """nodes -> the measured all_reduce on the playbook's network."""
     return {row.nodes: row for row in network() if row.op == "all_reduce"}
 
 
 def promised(cluster: Cluster, nodes: int) -> float:
-    """The bus bandwidth of the same all_reduce as the model has it, over the measured one."""
+    """The modelled bus bandwidth of the same all_reduce over the measured one."""
     return all_reduces()[nodes].seconds / cluster.collective_seconds("all_reduce", 256e6, 8 * nodes)
 
 
 def with_cards(cards: int, nodes: int) -> float:
-    """Seven of a GPU's eight rings leave it over NVLink. The slower of cards and NVLink decides."""
+    """Seconds over cards or NVLink, whichever is slower. Seven of a GPU's eight rings leave it over NVLink."""
     ranks = 8 * nodes
     slower = max(1 / (cards * SHEET.link(0, 8).bandwidth), 7 / 8 / SHEET.inner_link.bandwidth)
     return 2 * (ranks - 1) / ranks * 2**30 * slower

@@ -1,4 +1,4 @@
-"""Lab 08: when an overlapped layer is faster, by the model; and what PyTorch's team has measured."""
+"""Lab 08: when an overlapped layer is faster, by the model; and measurements of PyTorch's team."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ MATMUL = SHEET.chip.matmul_seconds(8192, F // 8, D, "bfloat16")
 
 
 def faster(cluster: Cluster) -> float:
-    """The overlapped layer beside the blocking one, with 8,192 tokens."""
+    """How many times as fast the overlapped layer is as the blocking one, with 8,192 tokens."""
     times = gather_seconds(8192, D, F, 8, cluster)
     return times.blocking / times.overlapped
 
 
 def times_as_long(tokens: int, width: int, features: int) -> float:
-    """The overlapped layer beside the blocking one, on eight ranks, if launches cost nothing."""
+    """The time of the overlapped layer over that of the blocking one, on eight ranks, if launches cost nothing."""
     times = gather_seconds(tokens, width, features, 8, AT_ONCE)
     return times.overlapped / times.blocking
 

@@ -1,4 +1,4 @@
-"""Lab 12: what ticks in lock-step cost."""
+"""Lab 12: the cost of ticks in lock-step."""
 
 import re
 
@@ -11,7 +11,7 @@ from tplab.schedules import simulate
 def longer() -> list[float]:
     """How many times as long 1F1B takes in lock-step: for each printed number of ranks, steps over those of GPipe.
 
-    Without lock-step, 1F1B takes as long as GPipe does.
+    Without lock-step, 1F1B takes as long as GPipe.
     """
     rows = re.findall(r"(GPipe|1F1B) +\d+ ticks, (\d+) steps", printed("12_pipeline_in_jax"))
     gpipe, one_f_one_b = ([int(steps) for name, steps in rows if name == which] for which in ("GPipe", "1F1B"))

@@ -1,4 +1,4 @@
-"""Lab 13: what the ranks of a pipeline hold, by its formulas, and what Megatron allocated."""
+"""Lab 13: the memory of a pipeline's ranks, by its formulas, and as Megatron allocated it."""
 
 from tests.labs.entries import Claim
 from tests.labs.schedules import WHICH
@@ -10,11 +10,11 @@ BLOCKS_WITH_ADAM = 16 * BLOCKS * 12 * WIDTH**2 / RANKS / 1e9  # GB of a rank
 ACTIVATIONS = BLOCKS * 16 * TOKENS * WIDTH * 2 / RANKS / 1e9  # of one microbatch
 HEAD, LOGITS = 16 * WIDTH * VOCABULARY / 1e9, TOKENS * VOCABULARY * 4 / 1e9
 GPT_LITE = (65 + 200) * 768
-"""Parameters of its embeddings: of 65 characters and 200 positions."""
+"""The parameters of its embeddings, of 65 characters and 200 positions."""
 
 LLAMA = Model.find("llama3-70b")
 HALF = 9 * (6 * LLAMA.layer_parameters + LLAMA.hidden * LLAMA.vocab), 6 * 16 * 4096 * 8192 * 2
-"""Of six layers and an end: parameters with their states, under ZeRO 1 on four copies; and what a microbatch keeps."""
+"""Bytes of six layers and an end: (parameters with their states, under ZeRO 1 on four copies; one microbatch)."""
 BY_FORMULA = HALF[0] + 2 * HALF[1], HALF[0] + HALF[1] + 6 * 4096 * 128_256
 MEASURED = [gib * 2**30 for gib in ON_B200[1, 2, 4]]
 

@@ -1,4 +1,4 @@
-"""Lab 18: what ZeRO++ gains, and on which network."""
+"""Lab 18: the gain of ZeRO++, by network."""
 
 from dataclasses import replace
 

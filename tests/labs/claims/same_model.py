@@ -1,4 +1,4 @@
-"""Lab 25: factors of wrong gradients, as its reports print them, and what its seven scripts do."""
+"""Lab 25: factors of wrong gradients in its reports, and facts about its seven scripts."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from tests.labs.entries import Claim, Quote
 
 
 def in_all_reduce(nbytes: int, ranks: int) -> float:
-    """What a rank of a ring sends."""
+    """The bytes that a rank of a ring sends."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
@@ -17,7 +17,7 @@ def norms() -> list[float]:
     """The norm of the gradients in each of the lab's first ten steps."""
     code = [cell.source for cell in build.read_source("25_same_model").cells if cell.cell_type == "code"]
     lab, found = dict[str, object](), list[float]()
-    exec("\n".join(code[1:4]).replace("\nout = ", "\n# "), lab)  # what it imports, its script, and `train`
+    exec("\n".join(code[1:4]).replace("\nout = ", "\n# "), lab)  # its imports, its script, and `train`
 
     def noted(net):
         norm = lab["norm"](net)  # type: ignore[operator]

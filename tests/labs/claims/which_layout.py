@@ -15,12 +15,12 @@ GPUS = (32, 64, 128, 256, 512)
 
 @cache
 def forecasts() -> list[tuple[Run, Forecast]]:
-    """All of the playbook's runs."""
+    """All of the playbook's runs, with their forecasts."""
     return [(run, forecast_of(run)) for run in playbook()]
 
 
 def classes() -> list[Measured]:
-    """Those that the playbook's runs belong to, the best first."""
+    """The classes of the playbook's runs, the best first."""
     return sorted({known for _, said in forecasts() if (known := said.measured)}, key=lambda known: known.median)
 
 
@@ -29,7 +29,7 @@ def off(run: Run) -> float:
 
 
 def large_errors_on_both_sides() -> tuple[int, int]:
-    """How many runs took much longer than forecast, and how many much less."""
+    """(The number of runs that took much longer than forecast, of those that took much less)."""
     errors = [said.seconds / run.seconds - 1 for run, said in forecasts()]
     return sum(error < -0.3 for error in errors), sum(error > 0.3 for error in errors)
 
@@ -57,13 +57,13 @@ def best(cluster: Cluster, gpus: int, batch: int) -> Forecast:
 
 
 def only_zero3(cluster: Cluster, batch: int) -> list[int]:
-    """On how many GPUs data parallelism with ZeRO 3 alone is best."""
+    """The numbers of GPUs on which data parallelism with ZeRO 3 alone is best."""
     found = [(gpus, best(cluster, gpus, batch).plan) for gpus in GPUS]
     return [gpus for gpus, plan in found if plan.dp == gpus and plan.zero == 3]
 
 
 def _masked(sequence: int) -> float:
-    """Which part of Llama 3 8B's usual count are scores above the diagonal."""
+    """The share of scores above the diagonal in Llama 3 8B's usual count of FLOPs."""
     model = Model.find("llama3-8b")
     return (1 - 6 * model.parameters / model.flops_per_token(sequence)) / 2
 

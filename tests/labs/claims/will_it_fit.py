@@ -33,7 +33,7 @@ def big(plan: Plan, stack: str = "megatron") -> tuple[Held, ...]:
 
 @cache
 def fsdp() -> list[float]:
-    """Forecast over measured, of what KempnerForge needs on H200s."""
+    """Forecast over measured memory of KempnerForge's runs on H200s."""
     found = list[float]()
     for run in runs():
         if run.stack == "fsdp" and run.memory:

@@ -1,4 +1,4 @@
-"""Lab 17: from how many tokens ZeRO 3 hides its messages, and MPT-7B on 8 to 512 H100s beside it."""
+"""Lab 17: the tokens from which ZeRO 3 hides its messages, and MPT-7B on 8 to 512 H100s."""
 
 from functools import cache
 
@@ -15,13 +15,13 @@ LAB = "17_zero"
 
 @cache
 def mpt() -> dict[int, Run]:
-    """GPUs -> MPT-7B on H100s with 12,288 tokens for each."""
+    """GPUs -> the run of MPT-7B on H100s with 12,288 tokens per GPU."""
     chosen = [run for run in foundry() if (run.model.name, run.cluster) == ("mpt-7b", "h100-measured")]
     return {run.plan.ranks: run for run in chosen if run.tokens == 12288}
 
 
 def mpt_slower(gpus: int) -> float:
-    """By how many percent a GPU is slower than one of eight."""
+    """How much slower a GPU is than one of eight, in percent."""
     return 100 * (1 - mpt()[gpus].tokens_per_second / mpt()[8].tokens_per_second)
 
 

@@ -1,8 +1,8 @@
 """`make torchs-tests`: PyTorch's own tests of torch.distributed, from torch's wheel, on three simulated ranks.
 
-Each test of `torch.testing._internal.distributed.distributed_test` runs as PyTorch runs it with the backend gloo: its
-harness, with a barrier that polls files, is not changed. Each rank has the module for itself, as a process would: it
-lies beside the script. What a test needs besides, a folder and environment variables, is what PyTorch's runner makes.
+Each test of `torch.testing._internal.distributed.distributed_test` runs as PyTorch runs it with the backend gloo, with
+its unchanged harness, in which a barrier polls files. Each rank imports its own copy of the module, as a process would,
+since it is beside the script. The folder and the environment variables are those that PyTorch's runner makes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ finally:
 
 
 class Outcome(NamedTuple):
-    """What came of one test, and why."""
+    """The outcome of one test, and its reason."""
 
     name: str
     kind: str
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 
 def stand_in() -> None:
-    """torch's test cases inherit from that of `expecttest`, a package that compares long texts, as none of these do."""
+    """Replace `expecttest` if it is missing. torch's test cases inherit from its class, and these use nothing of it."""
     if find_spec("expecttest") is None:
         package = ModuleType("expecttest")
         vars(package)["TestCase"] = unittest.TestCase
@@ -130,20 +130,20 @@ def outcome(name: str, path: Path) -> Outcome:
 
 
 def _variables(folder: str) -> dict[str, str]:
-    """What PyTorch's runner sets, and the folders that it makes."""
+    """The variables that PyTorch's runner sets, after making its folders."""
     for made in ("barrier", "test_dir", "init_dir"):
         (Path(folder) / made).mkdir()
     return {"BACKEND": "gloo", "TEMP_DIR": folder, "INIT_METHOD": f"file://{folder}/init_dir/shared_init_file"}
 
 
 def _reports(folder: str) -> Sequence[tuple[int | None, list[str]]]:
-    """What each rank has written: its exit code, and what it said."""
+    """Each rank's report: (its exit code, its messages)."""
     files = [Path(folder) / f"said{rank}" for rank in range(NUM_RANKS)]
     return [json.loads(file.read_text()) if file.exists() else (None, []) for file in files]
 
 
 def judged(name: str, error: str, reports: Sequence[tuple[int | None, list[str]]], skips: Mapping[int, str]) -> Outcome:
-    """What the ranks' exit codes mean in PyTorch's harness, where `skips` are those of a test that is left out."""
+    """The meaning of the ranks' exit codes in PyTorch's harness. `skips` are the codes of skipped tests."""
     codes, said = [code for code, _ in reports], [text for _, texts in reports for text in texts]
     if not error and set(codes) == {0}:
         return Outcome(name, PASSED, "")
@@ -162,15 +162,15 @@ _OF_THIS_MACHINE = {
     r"NameError: name 'torchvision' is not defined": NOT_HERE,
     r"Rank 3 is out of range. Valid ranks are 0 to 2": NOT_HERE,
 }
-"""What says that a test fails on three processes as well: it asks for GPUs, a package or a fourth rank untold."""
+"""Errors of tests that also fail on three processes: they need GPUs, a package or a fourth rank without checking."""
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main(given: Sequence[str]) -> int:
-    """Run the tests whose names contain one of the `given`, or all. A test that ends the process is told from one that
-    does not pass."""
+    """Run the tests whose names contain one of the `given`, or all. The report distinguishes tests that end the process
+    from tests that fail."""
     todo = [name for name in names() if not given or any(part in name for part in given)]
     found: list[Outcome] = []
     while todo:
@@ -194,7 +194,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def _each(todo: Sequence[str]) -> None:
-    """Run these tests one after another, and print what came of each. One that takes too long ends the process."""
+    """Run these tests one after another, and print the outcome of each. One that takes too long ends the process."""
     import faulthandler
 
     logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.INFO)

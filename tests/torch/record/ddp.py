@@ -1,4 +1,4 @@
-"""DistributedDataParallel, and collectives of every kind, by a script that knows nothing of tplab."""
+"""A script without tplab: DistributedDataParallel, and collectives of every kind."""
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import time

@@ -1,8 +1,8 @@
-"""Runs scripts under torchrun, each as it is and recorded, and leaves what they made.
+"""Run scripts under torchrun, each plain and recorded, and write whether their results are equal.
 
     torchrun --nproc-per-node 2 driver.py FOLDER PORTS ddp.py fsdp.py ...
 
-Each run has a port of its own to meet at: in one store, the addresses of the run before would be found.
+Each run has its own port for the rendezvous: a shared store would still have the addresses of the previous run.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""DTensor and tensor parallelism (functional collectives), by a script that knows nothing of tplab."""
+"""A script without tplab: DTensor and tensor parallelism (functional collectives)."""
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import torch

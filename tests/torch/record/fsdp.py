@@ -1,4 +1,4 @@
-"""FSDP2, by a script that knows nothing of tplab."""
+"""A script without tplab: FSDP2."""
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import torch

@@ -1,4 +1,4 @@
-"""Messages: torch's own pipeline schedule, and each way to send, by a script that knows nothing of tplab."""
+"""A script without tplab: messages by torch's own pipeline schedule, and by each way to send."""
 # pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 
 import torch

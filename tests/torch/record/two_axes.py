@@ -1,4 +1,4 @@
-"""Collectives over the groups of a DeviceMesh whose dims have names."""
+"""Collectives over the groups of a DeviceMesh with named dims."""
 
 import torch
 import torch.distributed as dist
