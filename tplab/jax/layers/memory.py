@@ -59,7 +59,8 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     forward   as fn
     backward  as that of fn, after one more all_gather for each of the forward pass: (R-1)/R of the whole
-    Korthikanti et al. 2022, section 4.2.2. It is jax.checkpoint with a policy that keeps all but gathered arrays.
+    Korthikanti et al. 2022, section 4.2.2. It is jax.checkpoint with a policy that keeps all but gathered arrays,
+    also what norms inside it would otherwise compute again.
     """
     return jax.checkpoint(fn, policy=lambda primitive, *_, **__: primitive.name != "all_gather")
 

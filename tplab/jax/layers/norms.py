@@ -14,8 +14,10 @@ function.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -52,11 +54,8 @@ class LayerNorm:
 
     def __call__(self, params: Params, x: Array) -> Array:
         check_norm_input("LayerNorm", x.shape, self.width, self.width)
-        wide = _wide(x)
-        centred = wide - wide.mean(-1, keepdims=True)
-        y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
         weight, bias = (shared(params[name], self.sequence_axis) for name in ("weight", "bias"))
-        return (y * weight + bias).astype(jnp.result_type(x, weight))
+        return _layer_norm(x, weight, bias, self.eps)
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,7 @@ class RMSNorm:
 
     def __call__(self, params: Params, x: Array) -> Array:
         check_norm_input("RMSNorm", x.shape, self.width, self.width)
-        wide, weight = _wide(x), shared(params["weight"], self.sequence_axis)
-        y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        return (y * weight).astype(jnp.result_type(x, weight))
+        return _rms_norm(x, shared(params["weight"], self.sequence_axis), self.eps)
 
 
 @dataclass(frozen=True)
@@ -149,6 +146,21 @@ class ParallelRMSNorm:
         wide, weight = _wide(x), params["weight"]
         y = wide * lax.rsqrt(_mean(jnp.square(wide), self.width, self.axis) + self.eps)
         return (y * weight).astype(jnp.result_type(x, weight))
+
+
+@partial(jax.checkpoint, static_argnums=3)  # the backward pass keeps x, and not its copies in 32 bits
+def _layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    wide = _wide(x)
+    centred = wide - wide.mean(-1, keepdims=True)
+    y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
+    return (y * weight + bias).astype(jnp.result_type(x, weight))
+
+
+@partial(jax.checkpoint, static_argnums=2)
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    wide = _wide(x)
+    y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    return (y * weight).astype(jnp.result_type(x, weight))
 
 
 def _wide(x: Array) -> Array:

@@ -40,7 +40,7 @@ def numbers(name: str, given: Any, num_dims: int | None = None, length: int | No
         raise ValueError(
             f"{name} is {given!r:.60}; give {'a list of ' * (num_dims == 1)}numbers, in rows of one length"
         )
-    if length not in (None, len(found)):
+    if length is not None and len(found) != length:
         raise ValueError(f"{name} has {len(found)} of {length} numbers, one for each x")
     if least > -np.inf and (wrong := found[~(found >= least)]).size:
         raise ValueError(f"{name} has {wrong[0]:g}; give numbers from {least:g}")
