@@ -121,7 +121,7 @@ def no_gradient(missing: Sequence[str], num_parameters: int) -> str:
 
 
 def tokens_per_rank(targets: Tensor, axis: Axis, *, ignore_index: int = -100) -> Tensor:
-    """The divisor of every rank's summed loss: the mean number of counted tokens over the ranks of `axis`.
+    """The float64 divisor of every rank's summed loss: the mean number of counted tokens over the ranks of `axis`.
 
         loss = cross_entropy(logits, targets, reduction="sum") / tokens_per_rank(targets, "dp")
 
@@ -131,7 +131,7 @@ def tokens_per_rank(targets: Tensor, axis: Axis, *, ignore_index: int = -100) ->
     With n_r tokens on rank r of R, and N in total, the mean over ranks is the mean over all tokens:
         1/R sum_r (sum of the losses of rank r) / (N/R) = (sum of all losses) / N
     Each rank's own mean would give the tokens of a rank with few of them more weight; with none it would be 0/0, not 0.
-    It is a float64 scalar, so the loss is one too. cost   an all_reduce of 1 number
+    cost   an all_reduce of 1 number
     """
     total = all_reduce(_is_counted(targets, ignore_index).sum(), axis)
     return total.clamp(min=1).double() / axis_size(axis)
