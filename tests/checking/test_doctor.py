@@ -208,6 +208,29 @@ def test_ranks_and_reference_that_draw_in_different_orders():
     assert "--reference-args" not in unseen.reason
 
 
+def test_a_log_of_a_ranks_own_loss_is_recognised_under_a_loss_scale():
+    """backward() is called on a multiple of what is logged."""
+
+    def train() -> None:
+        import torch
+        import torch.distributed as dist
+
+        x = torch.arange(64.0).reshape(16, 4).sin()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        loss = model(x.chunk(dist.get_world_size())[dist.get_rank()]).square().mean()
+        (loss * 8).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+            p.grad /= 8
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if dist.get_rank() == 0:
+            print(f"loss {loss.item():.5f}")
+
+    report = str(same_model(train, ranks=2))
+    assert "rank 0 has logged what it computed from its own samples" in report, report
+
+
 def test_each_rank_of_a_reference_is_given_the_targets_of_all_its_losses():
     """A reference of two ranks, each with two losses, in the place of four ranks that draw in another order."""
 
