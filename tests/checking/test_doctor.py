@@ -222,7 +222,7 @@ def test_a_log_of_a_ranks_own_loss_is_recognised_under_a_loss_scale():
         (loss * 8).backward()
         for p in model.parameters():
             dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
-            p.grad /= 8
+            p.grad = p.grad / 8  # type: ignore[operator]
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         if dist.get_rank() == 0:
             print(f"loss {loss.item():.5f}")
