@@ -6,7 +6,7 @@ buffers and log. What comes after a fault follows from it and is not judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from tplab.checking.blame import loss_and_gradients
 from tplab.checking.facts import Facts, Found, NothingToTell, same
 from tplab.checking.logged import log
 from tplab.checking.norms import norm
-from tplab.checking.recording import Piece, Seen
+from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
 from tplab.checking.same_model import NOT_FINITE, TITLES, Finding, Row, SameModel, What, named, of_idle, titled
 from tplab.checking.samples import seeds_by_rank
@@ -186,7 +186,7 @@ _Number = tuple[What, str, np.ndarray, str]
 
 def finite(facts: Facts) -> Found:
     """Yield quantities that are not finite on ranks only. Raises NothingToTell if the reference's are not finite."""
-    ours = [list(_not_finite(seen, facts.number)) for seen in facts.ours]
+    ours = [_not_finite(seen, facts.number) for seen in facts.ours]
     theirs = [one for seen in facts.reference.seen for one in _not_finite(seen, facts.number)]
     for what in TITLES:  # in the order of a step
         mine = {rank: [one for one in found if one[0] == what] for rank, found in enumerate(ours)}
@@ -206,34 +206,18 @@ def finite(facts: Facts) -> Found:
             return
 
 
-def _not_finite(seen: Seen, number: int) -> Iterator[_Number]:
-    """Yield one rank's values that are not finite. Weights and buffers may begin so: masks hold -inf, say."""
-    for what, name, values, line in _numbers(seen, number):
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            yield what, name, values, line
-
-
-def _numbers(seen: Seen, number: int) -> Iterator[_Number]:
+def _not_finite(seen: Seen, number: int) -> list[_Number]:
+    """Return one rank's values that are not finite. Weights and buffers may begin so: masks hold -inf, say."""
     step = seen.steps[number]
     backward, end = step.lines.get("backward", ""), step.lines.get("step", "")
-    for value, line in step.losses:
-        yield "loss", "", np.array(value), line
-    for name, piece in step.gradients.items():
-        yield "gradient", name, piece.values, backward
-    for value, line, _ in step.norms:
-        yield "norm", "", np.array(value), line
-    for (name, key), piece in step.states.items():
-        yield "optimizer", f"{key} of {name}", piece.values, end
-    for name, piece in step.parameters.items():
-        if _is_finite_at_start(seen.weights, name):
-            yield "parameters", name, piece.values, end
-    for name, piece in step.buffers.items():
-        if _is_finite_at_start(seen.buffers, name):
-            yield "buffers", name, piece.values, end
-
-
-def _is_finite_at_start(begun: Mapping[str, Piece], name: str) -> bool:
-    return name not in begun or bool(np.isfinite(begun[name].values).all())
+    found: list[Any] = [("loss", "", np.array(value), line) for value, line in step.losses]
+    found += [("gradient", name, piece.values, backward) for name, piece in step.gradients.items()]
+    found += [("norm", "", np.array(value), line) for value, line, _ in step.norms]
+    found += [("optimizer", f"{key} of {name}", piece.values, end) for (name, key), piece in step.states.items()]
+    for what, begun in ("parameters", seen.weights), ("buffers", seen.buffers):
+        found += [(what, name, piece.values, end) for name, piece in getattr(step, what).items()
+                  if name not in begun or np.isfinite(begun[name].values).all()]  # fmt: skip
+    return [one for one in found if one[2].dtype.kind == "f" and not np.isfinite(one[2]).all()]
 
 
 def _listed(found: Sequence[_Number]) -> str:

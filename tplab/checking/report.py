@@ -50,16 +50,19 @@ class Row:
     @property
     def title(self) -> str:
         """The tensor in words: gradient of norm.weight."""
-        return _BEFORE_NAME.get(self.kind, "") + self.name
+        return _KINDS[self.kind][0] + self.name
 
 
-_BEFORE_NAME = {
-    "value": "value of ",
-    "activation": "output of ",
-    "gradient": "gradient of ",
-    "parameter": "after the step: ",
-    "dropout": "dropout: ",
+_KINDS = {
+    "value": ("value of ", "value", "values"),
+    "output": ("", "output", "outputs"),
+    "activation": ("output of ", "module's output", "modules' outputs"),
+    "loss": ("", "loss", "losses"),
+    "gradient": ("gradient of ", "gradient", "gradients"),
+    "parameter": ("after the step: ", "parameter after the step", "parameters after the step"),
+    "dropout": ("dropout: ", "dropout", "dropouts"),
 }
+"""What comes before a name in a title; and the kind's noun, of one and of many."""
 
 
 class ParallelReport:
@@ -156,21 +159,10 @@ def perturbed(names: Sequence[str]) -> str:
     return f"{len(names)} parameters, such as {names[0]}, were constant, so the check gave them random values"
 
 
-_ONE_AND_MANY = {
-    "value": ("value", "values"),
-    "output": ("output", "outputs"),
-    "activation": ("module's output", "modules' outputs"),
-    "loss": ("loss", "losses"),
-    "gradient": ("gradient", "gradients"),
-    "parameter": ("parameter after the step", "parameters after the step"),
-    "dropout": ("dropout", "dropouts"),
-}
-
-
 def _counted(rows: Sequence[Row]) -> str:
     """2 outputs, 1 loss, 12 gradients"""
-    counts = {kind: sum(row.kind == kind for row in rows) for kind in _ONE_AND_MANY}
-    return ", ".join(f"{n} {_ONE_AND_MANY[kind][n > 1]}" for kind, n in counts.items() if n) or "nothing"
+    counts = {kind: sum(row.kind == kind for row in rows) for kind in _KINDS}
+    return ", ".join(f"{n} {_KINDS[kind][1 + (n > 1)]}" for kind, n in counts.items() if n) or "nothing"
 
 
 def _loss_gap(rows: Sequence[Row]) -> str:
