@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
-from tplab.torch.checking.names import Names, parameters_of
+from tplab.torch.checking.names import parameters_of
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import local_of
 from tplab.torch.ranks.rank import this_rank
-
-
-class Watching(Protocol):
-    """The rank whose run is repaired: see `Watched`."""
-
-    names: Names
-    seen: Seen
-    is_looking: bool
-    is_measured: bool
-
-    def line(self) -> str: ...
-
-    def looks(self) -> AbstractContextManager[None]: ...
 
 
 class Board:
@@ -49,10 +34,10 @@ class Board:
 class MendedSteps:
     """Repairs the inputs and results of a rank's steps.
 
-    watched   the rank
+    watched   the rank whose run is repaired: see `Watched`
     """
 
-    def __init__(self, repairs: Sequence[Repair], board: Board, watched: Watching):
+    def __init__(self, repairs: Sequence[Repair], board: Board, watched: Any):
         self._repairs, self._board, self._watched = repairs, board, watched
         self.rank = this_rank().rank
         self._turns: Counter[Any] = Counter()

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from tplab.checking.gaps import near
 from tplab.checking.repairs import Kind, Repair
 from tplab.checking.trail import MATMULS
-from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.mended_steps import MendedSteps
 from tplab.torch.checking.names import address_of
-from tplab.torch.checking.origins import ADDS, CLAMPS
+from tplab.torch.checking.origins import ADDS, CLAMPS, MULTIPLIES, times
 from tplab.torch.private import graph_task, local_of
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.rank import this_rank

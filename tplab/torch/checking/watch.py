@@ -9,7 +9,7 @@ from typing import Any
 
 from tplab.checking.recording import Seen
 from tplab.checking.trail import Trail
-from tplab.torch.checking.made import NumbersMade
+from tplab.torch.checking.origins import NumbersMade
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.stand_ins import StandIns
 from tplab.torch.checking.watched import Watched
@@ -45,7 +45,7 @@ class Watch:
         self.trails[rank] = watched.recorder.trail
         sys.stdout, stdout = _Noted(sys.stdout, watched.print), sys.stdout  # type: ignore[assignment]
         try:
-            with NumbersMade(watched.line, watched.call, watched.compute):
+            with NumbersMade(watched):
                 yield
             self.has_ended[rank] = True
         except Enough:
