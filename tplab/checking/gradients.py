@@ -170,9 +170,9 @@ def _joined(groups: list[list[Wrong]]) -> list[list[Wrong]]:
 
 # --- the weight of each part, compared with the right weight ----------------------------------------------------------
 #
-# A right gradient is a weighted sum of the parts that ranks and microbatches computed: with weights of 1/4, for example,
-# for four ranks whose losses are means over equally many samples. A mistake in adding them up gives other weights. Both
-# sets of weights are found by least squares.
+# A right gradient is a weighted sum of the parts that ranks and microbatches computed: with weights of 1/4, for
+# example, for four ranks whose losses are means over equally many samples. A mistake in adding them up gives other
+# weights. Both sets of weights are found by least squares.
 
 _SAME = 2e-3
 """Weights that are this close, relative to the largest, are equal."""
