@@ -9,8 +9,7 @@ import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, NothingToTell, same
-from tplab.checking.masks import FEWEST, Drawn, are_pieces, compared
-from tplab.checking.recording import Step
+from tplab.checking.recording import FEWEST, Drawn, Step, are_pieces, compared
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Row
 from tplab.checking.samples import Samples, advice, compare_samples, on_several, samplers_by_rank, seeds_by_rank

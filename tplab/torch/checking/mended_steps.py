@@ -52,6 +52,10 @@ class MendedSteps:
             if one.kind in kinds and (line is None or one.line == line):
                 yield one
 
+    def has(self, kind: Kind, line: str | None = None) -> bool:
+        """Return whether there is such a repair, of this line."""
+        return any(self._of(kind, line=line))
+
     def _exchanged(self, key: Any, value: Any) -> dict[int, Any]:
         self._turns[key] += 1
         self._watched.seen.has_sent = True
@@ -141,7 +145,7 @@ class MendedSteps:
 
     def gradients(self, parameters: Sequence[Tensor], is_last: bool = False) -> None:
         """Repair all gradients of a step, before they are used."""
-        if self._is_done == self._step or not self._repairs or (any(self._of("late")) and not is_last):
+        if self._is_done == self._step or not self._repairs or (self.has("late") and not is_last):
             return
         self._is_done = self._step
         for one in self._of("gradients"):
@@ -154,7 +158,7 @@ class MendedSteps:
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm: Tensor, line: str) -> Tensor | None:
         """Return the norm to clip by; None if clipping is deferred."""
-        if self._is_done != self._step and any(self._of("late", line=line)):
+        if self._is_done != self._step and self.has("late", line):
             self._later.append(lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm))
             return None
         at = self._step, self._turn("norm")
@@ -163,7 +167,7 @@ class MendedSteps:
     def before_step(self, optimizer: Optimizer) -> None:
         parameters = parameters_of([optimizer])
         self.gradients(parameters, is_last=True)
-        if any(self._of("parameters")):
+        if self.has("parameters"):
             every = {id(p): p for p in [*parameters, *self._watched.names.parameters()]}.values()
             self._before |= {self._watched.names.of(p): local_of(p).detach().clone() for p in every}
         for one in self._of("settings"):

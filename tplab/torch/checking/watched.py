@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
-from tplab.checking.masks import Drawn, mark
-from tplab.checking.recording import Seen, Sent, checksum
+from tplab.checking.recording import Drawn, Seen, Sent, checksum, mark
 from tplab.torch.checking.by_hand import LINE, NORMS, SQUARES, ByHand
 from tplab.torch.checking.mending import Back, Through
 from tplab.torch.checking.names import OF_A_BATCH, address_of, parameters_of
