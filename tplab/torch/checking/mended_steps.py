@@ -18,26 +18,14 @@ from tplab.torch.private import local_of
 from tplab.torch.ranks.rank import this_rank
 
 
-class Board:
-    """The exchange of values between ranks for a repair: they share a process."""
-
-    def __init__(self) -> None:
-        self._held: dict[Any, dict[int, Any]] = {}
-
-    def exchanged(self, key: Any, rank: int, value: Any) -> dict[int, Any]:
-        """Return what every rank has put under this key, once all of them have."""
-        self._held.setdefault(key, {})[rank] = value
-        barrier()
-        return self._held[key]
-
-
 class MendedSteps:
     """Repairs the inputs and results of a rank's steps.
 
+    board     what ranks have exchanged for a repair, by key and rank: they share a process
     watched   the rank whose run is repaired: see `Watched`
     """
 
-    def __init__(self, repairs: Sequence[Repair], board: Board, watched: Any):
+    def __init__(self, repairs: Sequence[Repair], board: dict[Any, dict[int, Any]], watched: Any):
         self._repairs, self._board, self._watched = repairs, board, watched
         self.rank = this_rank().rank
         self._turns: Counter[Any] = Counter()
@@ -57,10 +45,14 @@ class MendedSteps:
         return any(self._of(kind, line=line))
 
     def _exchanged(self, key: Any, value: Any) -> dict[int, Any]:
+        """Return what every rank has put under this key, once all of them have."""
         self._turns[key] += 1
         self._watched.seen.has_sent = True
+        held = self._board.setdefault((key, self._turns[key]), {})
+        held[self.rank] = value
         with self._watched.looks():
-            return self._board.exchanged((key, self._turns[key]), self.rank, value)
+            barrier()
+        return held
 
     @property
     def _step(self) -> int:
