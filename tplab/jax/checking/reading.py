@@ -30,23 +30,21 @@ def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
     first: dict[str, int] = {}
     count = 0
 
-    def follow(jaxpr: Any, known: Mapping[Any, str]) -> None:
+    def visit(eqn: Any, given: list[Any], _: Any) -> list[Any]:
+        """Return the name of each result that only has another layout or dtype than an input; else None."""
         nonlocal count
-        here = dict(known)
-        for eqn in jaxpr.eqns:
-            count += 1
-            used = [None if isinstance(atom, Literal) else here.get(atom) for atom in eqn.invars]
-            inner, named = called(eqn), [name for name in used if name]
-            if inner is not None:
-                body, _ = opened(inner)
-                follow(body, {var: name for var, name in zip(body.invars, used) if name})
-            elif eqn.primitive.name in _SAME_NAME and named:
-                here[eqn.outvars[0]] = named[0]
-            else:
-                for name in named:
-                    first.setdefault(name, count)
+        count += 1
+        named = [name for name in given if name]
+        if (inner := called(eqn)) is not None:
+            return folded(inner, given, visit, given=lambda *_: None)
+        if eqn.primitive.name in _SAME_NAME and named:
+            return [named[0], *[None] * (len(eqn.outvars) - 1)]
+        for name in named:
+            first.setdefault(name, count)
+        return [None] * len(eqn.outvars)
 
-    follow(jaxpr, dict(zip(jaxpr.invars, names)))
+    others = [None] * (len(jaxpr.invars) - len(names))
+    folded(jaxpr, [*names, *others], visit, given=lambda *_: None)
     return sorted(first, key=lambda name: -first[name])
 
 
