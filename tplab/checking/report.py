@@ -6,9 +6,8 @@ wrong, too; if only a parameter's own gradient is wrong, no other is affected.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -44,8 +43,7 @@ class Row:
 
     @classmethod
     def of(cls, kind: str, name: str, shape: Sequence[int], layout: Any, verdict: Verdict) -> Row:
-        found = verdict._replace(ok=bool(verdict.ok), error=float(verdict.error), tolerance=float(verdict.tolerance))
-        return cls(kind, name, tuple(shape), str(layout), **found._asdict())
+        return cls(kind, name, tuple(shape), str(layout), **verdict._asdict())
 
     @property
     def title(self) -> str:
@@ -139,17 +137,6 @@ class ParallelReport:
         shown = "" if self.ok else " open"
         body = "".join(parts)
         return f"<details{shown}><summary>{escape(self.summary())}</summary>{notes}{body}</details>"
-
-    def to_json(self) -> str:
-        """Return the whole report as text for `from_json`: one rank compares and sends it to the others."""
-        return json.dumps({"rows": [asdict(row) for row in self.rows], "mesh": self.mesh, "notes": self.notes})
-
-    @classmethod
-    def from_json(cls, text: str) -> ParallelReport:
-        """Return the report that `to_json` wrote."""
-        told = json.loads(text)
-        rows = [Row(**{**row, "shape": tuple(row["shape"]), "axes": tuple(row["axes"])}) for row in told["rows"]]
-        return cls(rows, mesh=told["mesh"], notes=told["notes"])
 
 
 def perturbed(names: Sequence[str]) -> str:
