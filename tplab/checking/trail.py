@@ -136,7 +136,8 @@ class Trails:
         at = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
         first, *others = dict.fromkeys(op.key[1] for op in reversed(at)) or [""]
         wrong = self.first_wrong(made)
-        own = [wrong.key[1]] if wrong is not None and wrong.line == line else []
+        own = [op.key[1] for op in at if self._other_limit(op.key)]
+        own += [wrong.key[1]] if wrong is not None and wrong.line == line else []
         for name in [*dict.fromkeys([*own, first, *others])][:2]:
             keys = [op.key for op in at if op.key[1] == name and op.key in self._theirs]
             count = min((len(self._theirs[key].values) for key in keys), default=1)
