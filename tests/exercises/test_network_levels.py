@@ -24,7 +24,7 @@ def in_the_lab(start: str) -> dict[str, Any]:
 
 
 def a_step(ops: Any, cut: str = "gpu", across: str = "node", piece_of: str = "", is_mean: bool = False) -> Callable:
-    """A step of hybrid sharding that cuts along `cut`, adds up along `across`, and takes its weights along `piece_of`."""
+    """A step of hybrid sharding that cuts along `cut`, adds up along `across`, and its weights along `piece_of`."""
 
     def hybrid_step(weights, gradient):
         piece = ops.reduce_scatter(gradient, cut) / (ops.axis_size(("node", "gpu")) if is_mean else 1)
