@@ -80,8 +80,8 @@ def _sends_little_across(answer: Answer) -> Verdict:
         table, bound = np.reshape(sent, (nodes, gpus)) / 4, 2 * (nodes - 1) * n / nodes  # numbers in float32
         if (most := table.sum(1).max()) > bound:
             but(
-                f"on {mesh} the GPUs of a node send {most:.0f} numbers in messages that may leave it, where {bound:.0f} "
-                "would do.\nOn which axis should the gradient be cut before anything crosses the network?\n"
+                f"on {mesh} the GPUs of a node send {most:.0f} numbers in messages that may leave it, where "
+                f"{bound:.0f} would do.\nOn which axis should the gradient be cut before it crosses the network?\n"
                 "One row per node, one column per GPU: the numbers that it sends.",
                 [Panel("yours", table, table > bound / gpus), Panel("enough", np.full(table.shape, bound / gpus))],
             )
