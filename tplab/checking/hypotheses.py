@@ -260,23 +260,19 @@ class Hypotheses(Factors):
     def _means(self) -> Iterator[Hypothesis]:
         """Yield repairs that weight each loss by its number of targets."""
         facts = self.facts
+        where, of = self.made_first, ""
         counts = [sum(count for _, count, _ in step.targets) for step in facts.mine]
-        of = f" (here the ranks have {', '.join(map(str, counts))})" if len(set(counts)) > 1 else ""
+        if self.kind == "other" and any(len(step.targets) > 1 for step in facts.theirs):
+            where = next((line for step in facts.mine for _, _, line in step.targets), "") or where
+            counts, theirs = ([count for step in steps for _, count, _ in step.targets]
+                              for steps in (facts.mine, facts.theirs))  # fmt: skip
+            of = f"; in the reference {', '.join(map(str, theirs))}"
+        of = f" (here {', '.join(map(str, counts))}{of})" if len(set(counts)) > 1 else ""
         cause = (
             f"this is a mean of means: the loss of each rank or microbatch is the mean over its own targets{of}, and "
-            "all of these means count the same. Divide the sum of all losses by the number of all targets"
+            "all of these means count the same, so the result depends on which samples are together. Divide the sum of "
+            "all losses by the number of all targets"
         )
-        where = self.made_first
-        if self.kind == "other" and any(len(step.targets) > 1 for step in facts.theirs):
-            ours, theirs = ([count for step in steps for _, count, _ in step.targets]
-                            for steps in (facts.mine, facts.theirs))  # fmt: skip
-            cause = (
-                "this is a mean of means: the loss of each microbatch is the mean over its own targets (here "
-                f"{', '.join(map(str, ours))}; in the reference {', '.join(map(str, theirs))}), and all of these means "
-                "count the same, so the result depends on which samples share a microbatch. Divide the sum of all "
-                "losses by the number of all targets"
-            )
-            where = next((line for step in facts.mine for _, _, line in step.targets), "") or where
         ways: dict[str, Callable[[int, int], int]] = {
             "": lambda rank, batch: 0,
             " relative to the other microbatches of its rank": lambda rank, batch: rank,
