@@ -15,7 +15,7 @@ from tplab.checking.gaps import gap, largest
 from tplab.checking.observed import Way, factor_between, first_fit
 from tplab.checking.same_model import NOT_FINITE, Finding, Row, SameModel, What, cannot_tell, could_not_run, named
 from tplab.checking.verdict import EPSILON, NEITHER, Rounding, coarsest
-from tplab.jax.checking.bench import Bench
+from tplab.jax.checking.bench import explained
 from tplab.jax.checking.given import Given, named_leaves, nudge, under
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.jaxprs import equations_of
@@ -94,8 +94,7 @@ def same_model(
         if sum(aval.size for aval in computed) * mesh.size > MOST_ELEMENTS:
             return replace(finding, tried=("nothing: the step is too large to be evaluated equation by equation",))
         try:
-            bench = Bench(ours, theirs, args, others[0], dict(mesh.shape), comparison.slack)
-            return bench.found(finding, wrong)
+            return explained(finding, wrong, ours, theirs, args, others[0], dict(mesh.shape), comparison.slack)
         except Exception as error:  # a vmap has many limits: the comparison is then without a cause
             first = str(error).partition(chr(10))[0]
             tried = f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}"
