@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.errors import CollectiveMismatchError, MeshError
 from tplab.mesh import APART, DIM, Mesh, label_of, mesh_of_dims
 from tplab.torch.distributed.group import Group
-from tplab.torch.distributed.identity import IDENTITY, Signals
+from tplab.torch.distributed.identity import IDENTITY
 from tplab.torch.distributed.profiling import Profiling
 from tplab.torch.distributed.rare import RARE
 from tplab.torch.distributed.replaced import Replaced, Value
@@ -224,7 +224,6 @@ class Hooks:
             (torch.multiprocessing, "start_processes", _spawned),
             (torch.UntypedStorage, "resize_", resize),
             *IDENTITY,
-            *Signals().attributes,
             *RARE,
             *Profiling().attributes,
         ]

@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from tplab.torch.distributed.asked import Method, methods_of, several
-from tplab.torch.distributed.blocking import taking_turns
 from tplab.torch.distributed.group import AnyMessage, Group
 from tplab.torch.distributed.identity import number_of
-from tplab.torch.distributed.replaced import Replaced, Value
+from tplab.torch.distributed.replaced import Replaced, Value, taking_turns
 from tplab.torch.distributed.work import Several, Started
 from tplab.torch.private import DispatchMode, KinetoEvent, ThreadProfiler, dispatch_modes
 

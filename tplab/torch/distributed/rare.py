@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
-from tplab.torch.distributed.blocking import taking_turns
-from tplab.torch.distributed.replaced import Value
+from tplab.torch.distributed.replaced import Value, taking_turns
 from tplab.torch.private import c10d_C, no_dispatch
 
 _DEFAULT_SECONDS = 1800.0

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from functools import wraps
 from typing import Any
 
-from tplab.torch.distributed.blocking import taking_turns
-from tplab.torch.distributed.replaced import Replaced
+from tplab.torch.distributed.replaced import Replaced, on_ranks
 from tplab.torch.private import Slot
 
 _OF_LOGGER = ("level", "handlers", "filters", "propagate", "disabled")
@@ -44,9 +41,10 @@ class Settings:
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots, self._has = slots, set[Any]()
-        changes = [(logging.Logger, name, self._changing(getattr(logging.Logger, name))) for name in _CHANGES]
-        own = (os, "chdir", self._changes_folder), (logging.Logger, "isEnabledFor", _is_enabled)
-        self._replaced = Replaced([*own, *changes])
+        changes = [on_ranks(logging.Logger, name)(self._changes) for name in _CHANGES]
+        self._replaced = Replaced(
+            [on_ranks(os, "chdir")(self._changes_folder), (logging.Logger, "isEnabledFor", _is_enabled), *changes]
+        )
         self.put = self._replaced.put
 
     def take_back(self) -> None:
@@ -54,21 +52,17 @@ class Settings:
         self._replaced.take_back()
         logging.root.manager._clear_cache()  # type: ignore[attr-defined]
 
-    def _changes_folder(self, path: Any) -> None:
+    def _changes_folder(self, rank: Any, own: Any, path: Any) -> None:
         self._swap(_FOLDER, "path")
-        _chdir(path)
+        own(path)
 
-    def _changing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def changed(logger: logging.Logger, *args: Any, **kwargs: Any) -> Any:
-            self._swap(logger, *_OF_LOGGER)
-            return method(logger, *args, **kwargs)
-
-        return changed
+    def _changes(self, rank: Any, own: Any, logger: logging.Logger, *args: Any, **kwargs: Any) -> Any:
+        self._swap(logger, *_OF_LOGGER)
+        return own(logger, *args, **kwargs)
 
     def _swap(self, home: Any, *names: str) -> None:
         """From here on, every rank has its own values of these attributes."""
-        if home not in self._has and taking_turns() is not None:
+        if home not in self._has:
             self._has.add(home)
             for name in names:
                 found = getattr(home, name)

@@ -46,6 +46,7 @@ class ClockedRank(Rank):
         self.lane = self.log.lane(rank)
         world.members.append(self)
         self.raised: list[str] = []  # errors that ended other threads, at `home`
+        self.handlers: dict[int, Any] = {}  # of signals, as its program has set them, at `home`
         self.waits_as_always = False  # even if other threads of the rank could have the turn
         self._looked = "", 0  # what the program last looked for in vain, and how many times in a row
         self.began_at = ""  # for another thread: the line that started it
