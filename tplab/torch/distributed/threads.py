@@ -73,7 +73,7 @@ class Threads:
         del thread.run
         enter(rank)
         try:
-            with rank.world.inherited(), self._beside(rank):
+            with rank.world.inherited.state(), self._beside(rank):
                 for one in listeners:
                     watcher().add(one)
                 rank.start_watching()

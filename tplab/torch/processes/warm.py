@@ -18,8 +18,8 @@ from tplab.torch.private import pytree
 from tplab.torch.processes.launcher import Launcher
 from tplab.torch.processes.parcels import Parcel, explained
 from tplab.torch.processes.pool import Pool
-from tplab.torch.processes.program import Program, Settings, check_arguments
-from tplab.torch.ranks.arguments import Job
+from tplab.torch.processes.program import Program, Settings
+from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.printing import show
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
@@ -132,7 +132,7 @@ def run_on_processes(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     where this process finds them. Results equal those of simulated ranks up to rounding: gloo and NCCL add up in their
     own order, and each process computes with its share of this process's threads, over which torch splits large sums.
     """
-    check_arguments(job)
+    Arguments(job, num_here=1)  # raises if they do not fit their specs
     job = job._replace(args=tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in job.args))
     cells = {Path(file).name: number for file, number in notebook_cells().items()}
     program, mesh, device = Program(job, Settings.here(job.mesh.size), cells), job.mesh, job.device
