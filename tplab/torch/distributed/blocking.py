@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,9 @@ class Lock:
             return lock.acquire(blocking, timeout)
         if lock.acquire(False):
             return True
-        rank = of_several(timeout >= 0)
-        if rank is None:
+        if of_several(timeout >= 0) is None:
             return lock.acquire(True, timeout)
-        until = time.perf_counter() + timeout
-        while not lock.acquire(False):
-            left = None if timeout < 0 else until - time.perf_counter()
-            if left is not None and left <= 0:
-                return False
-            rank.wait_until(lambda: not lock.locked(), _asked(left), left, OF_THREADS)
-        return True
+        return _waits(lambda: lock.acquire(False), lambda: not lock.locked(), None if timeout < 0 else timeout)
 
     acquire_lock = acquire
 
@@ -92,35 +86,34 @@ class SimpleQueue:
 
     def __init__(self) -> None:
         self._queue: Any = _queue.SimpleQueue()
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        self._queue.put(item)
-
-    def put_nowait(self, item: Any) -> None:
-        self._queue.put(item)
-
-    def get_nowait(self) -> Any:
-        return self._queue.get_nowait()
-
-    def empty(self) -> bool:
-        return self._queue.empty()
-
-    def qsize(self) -> int:
-        return self._queue.qsize()
+        self.put, self.put_nowait, self.get_nowait = self._queue.put, self._queue.put_nowait, self._queue.get_nowait
+        self.empty, self.qsize = self._queue.empty, self._queue.qsize
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        rank = of_several(timeout is not None)
-        if not block or rank is None or (timeout is not None and timeout < 0):
+        if not block or of_several(timeout is not None) is None or (timeout is not None and timeout < 0):
             return self._queue.get(block, timeout)
-        until = time.perf_counter() + (timeout or 0)
-        while True:
-            try:
-                return self._queue.get_nowait()
-            except queue.Empty:
-                left = None if timeout is None else until - time.perf_counter()
-                if left is not None and left <= 0:
-                    raise
-                rank.wait_until(lambda: not self._queue.empty(), _asked(left), left, OF_THREADS)
+        found: list[Any] = []
+
+        def has_taken() -> bool:
+            with suppress(queue.Empty):
+                found.append(self._queue.get_nowait())
+            return bool(found)
+
+        if not _waits(has_taken, lambda: not self._queue.empty(), timeout):
+            raise queue.Empty
+        return found[0]
+
+
+def _waits(has_taken: Callable[[], bool], is_there: Callable[[], bool], seconds: float | None) -> bool:
+    """Let others go on until `has_taken()` what may be there, or for this many seconds. Returns whether it has."""
+    rank, until = taking_turns(), time.perf_counter() + (seconds or 0)
+    assert rank is not None
+    while not has_taken():
+        left = None if seconds is None else until - time.perf_counter()
+        if left is not None and left <= 0:
+            return False
+        rank.wait_until(is_there, _asked(left), left, OF_THREADS)
+    return True
 
 
 @on_ranks(time, "sleep")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -211,8 +212,6 @@ class Hooks:
     def __init__(self) -> None:
         from torch.distributed import c10d_logger, device_mesh
 
-        self._codes = [(_innermost(getattr(c10d, name)), hook.__code__) for name, hook in _HOOKS.items()]
-        self._own_codes: list[Any] = []
         own: list[Value] = [
             (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
@@ -226,21 +225,17 @@ class Hooks:
             *IDENTITY,
             *RARE,
             *Profiling().attributes,
+            *((inspect.unwrap(getattr(c10d, name)), "__code__", hook.__code__) for name, hook in _HOOKS.items()),
         ]
         self._replaced = Replaced(own)
         self._is_inside = False  # another run
 
     def put(self) -> None:
-        self._own_codes = [function.__code__ for function, _ in self._codes]
         self._is_inside = isinstance(c10d._world, Groups)
         c10d_C._set_thread_isolation_mode(True)
-        for function, code in self._codes:
-            function.__code__ = code
         self._replaced.put()
 
     def take_back(self) -> None:
-        for (function, _), code in zip(self._codes, self._own_codes, strict=True):
-            function.__code__ = code
         self._replaced.take_back()
         c10d_C._set_thread_isolation_mode(self._is_inside)
 
@@ -252,18 +247,9 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-class _Spawned:
-    """What `spawn(..., join=False)` returns: everything is already done."""
-
-    processes: Sequence[Any] = ()
-
-    def join(self, *_: Any, **__: Any) -> bool:
-        return True
-
-
 def _spawned(
     fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
-) -> _Spawned | None:
+) -> SimpleNamespace | None:
     """`torch.multiprocessing.spawn`: every rank has called it, so each runs `fn` as the process with its own number."""
     member = c10d._world.member  # type: ignore[attr-defined]
     if nprocs != member.mesh.size:
@@ -272,12 +258,8 @@ def _spawned(
             f"one of the processes, so there must be as many; run it on {nprocs} ranks"
         )
     fn(member.rank, *args)
-    return None if join else _Spawned()
-
-
-def _innermost(function: Any) -> Any:
-    """A function without its wrappers."""
-    return inspect.unwrap(function)
+    # with join=False, the program waits for what is already done
+    return None if join else SimpleNamespace(processes=(), join=lambda *_, **__: True)
 
 
 # --- names in a trace -------------------------------------------------------------------------------------------------

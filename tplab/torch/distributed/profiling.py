@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from tplab.torch.distributed.asked import Method, methods_of, several
-from tplab.torch.distributed.group import AnyMessage, Group
+from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.identity import number_of
 from tplab.torch.distributed.replaced import Replaced, Value, taking_turns
 from tplab.torch.distributed.work import Several, Started
@@ -188,9 +188,7 @@ class Profiling:
             recording.notes.append(note)
             work = recording.noting(note, method)(group, *args, **kwargs)
             last = work.last if isinstance(work, Several) else work
-            if isinstance(last, AnyMessage):
-                last.wait = recording.noting(note, last.wait)
-            elif isinstance(last, Started) and not last.is_done:
+            if isinstance(last, Started) and not last.is_done:
                 last._finish, last.get_future = (
                     recording.noting(note, method) for method in (last._finish, last.get_future)
                 )

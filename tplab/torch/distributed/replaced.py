@@ -28,7 +28,9 @@ class Replaced:
         return bool(self._before)
 
     def put(self) -> None:
-        self._before = self._before or [vars(home).get(name, _INHERITED) for home, name, _ in self.values]
+        self._before = self._before or [
+            home.__code__ if name == "__code__" else vars(home).get(name, _INHERITED) for home, name, _ in self.values
+        ]
         for home, name, value in self.values:
             setattr(home, name, value)
 

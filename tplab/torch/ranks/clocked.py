@@ -72,8 +72,7 @@ class ClockedRank(Rank):
 
     def stop_watching(self) -> None:
         """Called in the rank's thread after its program."""
-        if self._is_timed:
-            self._catch_up()
+        self._stops()
         if self._meter.is_open:
             self._meter.close()
 
@@ -139,26 +138,30 @@ class ClockedRank(Rank):
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
-    def _catch_up(self) -> None:
-        """Advance the measured clock by the time that this rank has been running, since `_seen_at`."""
+    def _stops(self) -> None:
+        """Advance a measured clock by the time that this rank has been running, since `_goes_on`."""
+        if not self._is_timed:
+            return
         entry = self.log.add(self.lane, COMPUTE, self._now() - self._seen_at)
         if self._doing is not None:
             self._doing.add(entry)
         else:
             self.world.chronicle.recorder.add(self.rank, "compute", "compute", entry, entry)
 
+    def _goes_on(self) -> None:
+        if self._is_timed:
+            self._seen_at = self._now()
+
     @contextmanager
     def doing(self, about: Doing) -> Iterator[None]:
-        if self._is_timed:
-            self._catch_up()
-            self._seen_at = self._now()
+        self._stops()
+        self._goes_on()
         self._doing = Burst(self.rank, about, self.log.add(self.lane, MARK, 0.0))
         try:
             yield
-            if self._is_timed:
-                self._catch_up()
-                self._seen_at = self._now()
-            elif self.world.cluster is None:
+            self._stops()
+            self._goes_on()
+            if self.world.cluster is None and not self._is_timed:
                 self._doing.end = self.log.add(self.lane, COMPUTE, about.takes)
             self._doing.held = self.held
             self.world.chronicle.bursts.append(self._doing)

@@ -40,8 +40,7 @@ class WaitingRank(ClockedRank):
         if is_there():
             return True
         turns = self.seat.turns
-        if self._is_timed:
-            self._catch_up()
+        self._stops()
         self.waits_in = f"{what} at {self._line(self.world.lines.frame())}" if what else None
         turns.watches.add(self.seat, is_there, seconds, patience, None if seconds is None else at(), gives_up)
         turns.pass_on(self.seat)
@@ -49,20 +48,17 @@ class WaitingRank(ClockedRank):
         by = turns.watches.causes.pop(self.seat, None)
         if by is not None and by is not self.seat and by.home is self.seat.home:
             self._follow(by.member.log.add(by.member.lane, MARK, 0.0))
-        if self._is_timed:
-            self._seen_at = self._now()
+        self._goes_on()
         return seconds is None or is_there()
 
     def give_way(self) -> None:
         """Let the seats that are ready go first."""
         turns = self.seat.turns
         if turns.ready:
-            if self._is_timed:
-                self._catch_up()
+            self._stops()
             turns.ready.append(self.seat)
             turns.pass_on(self.seat)
-            if self._is_timed:
-                self._seen_at = self._now()
+            self._goes_on()
 
     def sleep(self, seconds: float, what: str) -> None:
         """Let the others go on for this many seconds. On the measured clock they count as the rank's own time."""
