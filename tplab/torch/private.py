@@ -79,9 +79,15 @@ dispatch_modes = _get_current_dispatch_mode_stack
 no_dispatch = _C._DisableTorchDispatch
 """`with no_dispatch():` no mode sees what tplab itself does, which is not an operation of the program."""
 num_modes = _C._len_torch_dispatch_stack
-push_mode = _C._push_on_torch_dispatch_stack
-pop_mode = _C._pop_torch_dispatch_stack
-"""For putting a mode below those of the program, which may be popped in any order."""
+
+
+def put_modes(stack: Sequence[Any]) -> None:
+    """Make these the active modes, innermost last: a mode may be put below those of the program."""
+    while num_modes():
+        _C._pop_torch_dispatch_stack(None)
+    for mode in stack:
+        _C._push_on_torch_dispatch_stack(mode)
+
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 

@@ -7,23 +7,22 @@ import os
 import shutil
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_any
-from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import tplab
 from tplab.errors import RankError, TplabError
+from tplab.spare import scratch_file
 from tplab.torch.processes import parcels
 from tplab.torch.processes.failure import death, error_of
-from tplab.torch.processes.launcher import LAST_WORDS, Launcher, scratch_file, text_of
+from tplab.torch.processes.launcher import LAST_WORDS, Launcher, text_of
 from tplab.torch.processes.program import Outcome, Program
 from tplab.torch.processes.waits import unmet
+from tplab.torch.ranks.program import is_program
 
 SECONDS_FOR_OTHERS = 0.1
 """How long the other ranks may take to report errors: a wrong program often fails on all ranks. Then they are ended."""
@@ -195,9 +194,6 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        paths = sysconfig.get_paths()
-        installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-        self._installed = (*installed, sys.prefix, sys.base_prefix, str(Path(tplab.__file__).parent))
         self._written: dict[str, float] = {}
         self.have_changed()
 
@@ -206,7 +202,7 @@ class Sources:
         changed = False
         for module in list(sys.modules.values()):
             file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-            if not isinstance(file, str) or module.__name__ == "__main__" or file.startswith(self._installed):
+            if not isinstance(file, str) or module.__name__ == "__main__" or not is_program(file):
                 continue
             try:
                 written = os.stat(file).st_mtime

@@ -78,10 +78,8 @@ class Membership:
     def gather(self, content: Any) -> list[Any]:
         """The content of every rank, on every rank. Raises ConnectionLost if one is gone."""
         exchange, bodies = self.exchange(), [b""] * self.num_ranks
-        try:
+        with exchange.connected():
             dist.all_gather_object(bodies, Parcel(content, shared=False).body, group=self._group)
-        except RuntimeError as error:
-            raise exchange.lost(error) from None
         return [Received(body).open() for body in bodies]
 
 

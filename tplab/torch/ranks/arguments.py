@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import chain
 from types import ModuleType
@@ -19,6 +18,7 @@ from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.options import check_entries
 from tplab.sharding import P, check_spec, shard_slices
+from tplab.spare import scratch_file
 from tplab.torch.private import pytree
 from tplab.torch.ranks.outcomes import WITHOUT_KERNELS, own
 
@@ -193,7 +193,7 @@ class Pages:
     def __init__(self, x: Tensor):
         self._dtype, self._shape, self._num_bytes = x.dtype, x.shape, x.numel() * x.itemsize
         self._strides = torch.empty_like(x, device="meta").stride()  # those of x if it is dense
-        self._file = _file_without_name()
+        self._file = os.fdopen(scratch_file(), "r+b")
         os.truncate(self._file.fileno(), self._num_bytes)
         self._tensor(mmap.ACCESS_WRITE).copy_(x)
 
@@ -207,10 +207,3 @@ class Pages:
         mapping = mmap.mmap(self._file.fileno(), self._num_bytes, access=access)
         memory = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=self._dtype, device="cpu").set_(memory, 0, self._shape, self._strides)
-
-
-def _file_without_name():
-    """A file that disappears with its last user; in memory, if the system supports that."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("tplab"), "r+b")
-    return tempfile.TemporaryFile()

@@ -178,6 +178,3 @@ class ClockedRank(Rank):
 
     def label(self, origin_rank: int, piece: int, contributors: tuple[int, ...]) -> Label:
         return Label(self.world.chronicle.recorder.chunk(origin_rank, piece), contributors)
-
-    def starts_with(self, x: Tensor) -> None:
-        self._provenance.starts_with(x)
