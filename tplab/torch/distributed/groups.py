@@ -27,6 +27,7 @@ from tplab.torch.ranks.watcher import resize
 
 _INIT = inspect.signature(dist.init_process_group)
 _SPLIT = inspect.signature(dist.split_group)
+_NEW = inspect.signature(c10d._new_process_group_helper)
 
 
 class Groups:
@@ -109,30 +110,17 @@ class Groups:
 
     # --- how torch makes a group ---------------------------------------------------------------------------------
 
-    def new_group(
-        self,
-        group_size: int,
-        group_rank: int,
-        global_ranks_in_group: Sequence[int],
-        backend: Any,
-        store: Any,
-        group_name: Any,
-        backend_options: Any = None,
-        timeout: Any = None,
-        pg_tag: Any = None,
-        device_id: Any = None,
-        group_desc: Any = None,
-        **_: Any,
-    ) -> tuple[Any, Any]:
+    def new_group(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Replaces torch's `_new_process_group_helper`. Returns the group and its store."""
-        self._meet(str(group_name), list(global_ranks_in_group), str(backend))
-        if pg_tag not in (None, ""):
-            existing = c10d._find_pg_by_ranks_and_tag(pg_tag, list(global_ranks_in_group))
-            if existing:
-                return existing, self.pg_map[existing][1]
-        if self.member.rank not in global_ranks_in_group:
+        given = _NEW.bind(*args, **kwargs).arguments
+        ranks, name, backend = list(given["global_ranks_in_group"]), str(given["group_name"]), str(given["backend"])
+        self._meet(name, ranks, backend)
+        tag = given.get("pg_tag") or None
+        if tag is not None and (existing := c10d._find_pg_by_ranks_and_tag(tag, ranks)):
+            return existing, self.pg_map[existing][1]
+        if self.member.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        group = self._made(list(global_ranks_in_group), str(group_name), str(backend), pg_tag, group_desc or "")
+        group = self._made(ranks, name, backend, tag, given.get("group_desc") or "")
         return group, group.store
 
     def _meet(self, name: str, ranks: list[int], backend: str) -> None:
@@ -173,7 +161,7 @@ class Groups:
         self.pg_backend_config[group] = backend
         self.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
         self.register()
-        tag = f"ptd:{name}" if tag in (None, "") else f"user:{tag}"
+        tag = f"ptd:{name}" if tag is None else f"user:{tag}"
         if tag.startswith("ptd:"):
             self.tags_to_pg.setdefault("", []).append(group)
         self.tags_to_pg.setdefault(tag, []).append(group)

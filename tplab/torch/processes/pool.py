@@ -13,7 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_any
 from tempfile import mkdtemp
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tplab.errors import RankError, TplabError
 from tplab.spare import scratch_file
@@ -34,13 +34,8 @@ POLL = 0.5
 """Seconds; a Ctrl-C that the system delivers to another thread reaches this one only between two waits."""
 
 
-class Finished(NamedTuple):
-    """How a run ended: one outcome per rank, or what went wrong; and what each rank has printed."""
-
-    outcomes: list[Outcome]
-    error: BaseException | None
-    stdout: list[str]
-    stderr: list[str]
+Finished = tuple[list[Outcome], BaseException | None, list[str], list[str]]
+"""How a run ended: one outcome per rank, or what went wrong; and what each rank has printed to stdout and to stderr."""
 
 
 class Member:
@@ -95,15 +90,10 @@ class Pool:
             error = self._collect(outcomes) or _first_error(outcomes, program) or _unmet(outcomes)
         except BaseException as interrupt:  # usually Ctrl-C
             error = interrupt
-        printed = [
-            [text_of(member.stdout) for member in self.members],
-            [text_of(member.stderr) for member in self.members],
-        ]
+        stdout, stderr = ([text_of(getattr(member, to)) for member in self.members] for to in ("stdout", "stderr"))
         if error is not None or not all(outcome.is_clean for outcome in outcomes.values()):
             self.close()  # what is still in flight would reach the next program
-        return Finished(
-            [] if error is not None else [outcomes[rank] for rank in range(self.num_ranks)], error, *printed
-        )
+        return [] if error is not None else [outcomes[rank] for rank in range(self.num_ranks)], error, stdout, stderr
 
     def _collect(self, outcomes: dict[int, Outcome]) -> TplabError | None:
         """Gather outcomes until every rank has one, or it is useless to wait for more."""

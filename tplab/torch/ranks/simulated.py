@@ -11,17 +11,17 @@ from torch import Tensor
 from tplab.cost.lanes import ISSUE, ROUND, SEND, WAIT
 from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import graph_task, no_dispatch, num_modes, phase
+from tplab.torch.ranks.clocked import ClockedRank
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.outcomes import kept, own, results, settled
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released
-from tplab.torch.ranks.waiting import WaitingRank
 from tplab.torch.ranks.watcher import Begun, begins, met
 from tplab.trace.label import UNKNOWN, Label
 
 
-class SimulatedRank(WaitingRank):
+class SimulatedRank(ClockedRank):
     """The messages and collectives of a rank that is a thread of this process and takes turns with the others."""
 
     # --- collectives ---------------------------------------------------------------------------------------------
