@@ -93,7 +93,7 @@ class Processes:
         own = Slot(lambda: c10d, "_world", lambda *_: None), Slot(lambda: builtins, "print")
         self._slots = [*_OF_EACH, *own, Slot(lambda: logging.root.manager, "disable"), *SLOTS]
         self._met: list[tuple[Any, Slot]] = []  # those whose home has been imported
-        self._hooks, self._settings, self._threads = Hooks(), Settings(self._slots), Threads(self._beside)
+        self._changes: list[Any] = [Hooks(), Settings(self._slots), Threads(self._beside)]  # of torch and of Python
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._shared = Shared()
@@ -107,6 +107,7 @@ class Processes:
     def map_cuda(self) -> None:
         """From the beginning of the run, map every mention of cuda in the program to the CPU."""
         self._cuda = CudaOnCpu(self._num_gpus)
+        self._changes.append(self._cuda)
 
     @property
     def mapped(self) -> str | None:
@@ -167,11 +168,8 @@ class Processes:
     def _enter(self) -> None:
         """Switch from the notebook to the ranks."""
         assert self._kernel is not None
-        self._hooks.put()
-        self._settings.put()
-        self._threads.put()
-        if self._cuda is not None:
-            self._cuda.put()
+        for change in self._changes:
+            change.put()
         sys.meta_path.insert(0, self._finder)
         for name in self._kernel.modules:
             if name != "__main__":  # there always is one
@@ -180,11 +178,8 @@ class Processes:
     def _leave(self) -> None:
         """Switch from the ranks to the notebook."""
         assert self._kernel is not None
-        if self._cuda is not None:
-            self._cuda.take_back()
-        self._threads.take_back()
-        self._hooks.take_back()
-        self._settings.take_back()
+        for change in reversed(self._changes):
+            change.take_back()
         if self._finder in sys.meta_path:  # Ctrl-C may have interrupted an earlier call
             sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ
@@ -240,7 +235,7 @@ class Processes:
                     group.unfinished[0].wait()
         finally:
             c10d_C._unregister_all_process_groups()
-            process.values = []
+            process.values[len(_OF_EACH)] = None  # frees the groups
 
     @contextmanager
     def _beside(self, member: SimulatedRank) -> Iterator[None]:
