@@ -14,7 +14,7 @@ MOST_TRIED = 8
 MOST_FAULTS = 3
 
 Kind = Literal[
-    "mean", "sum", "skip", "wait", "last", "order",  # of the collective at `line`
+    "scale", "skip", "wait", "last", "order",  # of the collective at `line`
     "factor", "numbers", "keep", "late", "sync", "dual", "through", "cast", "seed",  # of another operation at `line`
     "loss", "norm", "gradients", "samples", "targets",
     "weights", "settings", "states", "parameters", "buffers", "statistics", "put", "whole", "gather",
@@ -28,8 +28,8 @@ Groups = tuple[tuple[int, ...], ...]
 class Repair:
     """One change of every rank's run.
 
-    kind      "mean", "sum": the collective at `line` reduces this way. "skip": of `times` collectives in the backward
-              pass there, number `was` is left out. "wait": the collective is waited for at once. "last": its first
+    kind      "scale": the result of the collective at `line` is multiplied by `by`. "skip": of `times` collectives in
+              the backward pass there, number `was` is left out. "wait": it is waited for at once. "last": its first
               `times` calls in a step are left out. "order": it takes elements in the program's order, not in memory's
               "factor": `line` multiplies by `by` instead of `was`. "numbers": `line` multiplies gradients by
               `values[step]`. "keep": `line` does not clear gradients. "late": `line` changes gradients only after they
