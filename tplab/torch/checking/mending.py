@@ -102,14 +102,12 @@ class Mending(MendedSteps):
             if name in one.names and first is not None and first.is_floating_point():
                 combined = self._cast(first, one.combine, one.group_of(self.rank), one.by)
                 found = type(found)((combined, *found[1:])) if isinstance(found, tuple) else combined
-        if name in MULTIPLIES and any(self._of("factor", "numbers", line=line)):
+        if name in MULTIPLIES and self.has("factor", line):
             by = times(name, args) or times(name, (None, *args[1:2]))
             for one in self._of("factor", line=line):
-                if by is not None and near(by, one.was):
-                    found = _times(found, one.by / one.was, name)
-            for one in self._of("numbers", line=line):
-                if by and one.values.get(self._step):
-                    found = _times(found, one.values[self._step] / by, name)
+                should = one.values.get(self._step) if one.values else one.by
+                if by and should is not None and (one.values or near(by, one.was)):
+                    found = _times(found, should / by, name)
         return found
 
     def applied(self, line: str, returned: str, found: Any) -> Any:
