@@ -18,11 +18,10 @@ from tests.exercises.test_exercises import expect
 from tplab import Mesh, P
 from tplab.exercises import block_memory, megatron_block
 from tplab.exercises.check import grade
-from tplab.exercises.exercise import Exercise, Seen
+from tplab.exercises.exercise import Exercise
 from tplab.exercises.megatron_block import check_down, check_parallel_block
 from tplab.exercises.split_a_layer import finite_differences
 from tplab.exercises.trials import weight
-from tplab.sharding import split
 from tplab.torch import axis_index, axis_size, copy_to, reduce_from
 
 # --------------------------------------------------------------------------------------------------- the bug to repair
@@ -308,14 +307,10 @@ def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: 
     """On the mesh that a wrong program meets first; otherwise a hint would be a guess."""
     mesh = exercise.meshes[0]
     tensors = exercise.tensors(np.random.default_rng(0), mesh)
-    specs = {**exercise.results, **{f"d{name}": exercise.specs[name] for name in exercise.gradients}}
-    pieces = {name: split(array, exercise.specs[name], mesh) for name, array in tensors.items()}
-    owns = [{name: pieces[name][rank] for name in pieces} for rank in mesh.ranks]
-    outcomes: dict[str, list[np.ndarray]] = {}
-    for mistake in exercise.mistakes:
-        wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)
-        seen = [Seen(tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
-        known = outcomes.setdefault(mistake.result, [np.stack(wants)])
-        outcome = np.stack([mistake.wrong(one) for one in seen])
-        assert not any(outcome.shape == other.shape and np.allclose(outcome, other) for other in known), mistake.hint
-        known.append(outcome)
+    for result in exercise.mistakes:
+        seen = exercise.seen(result, tensors, mesh)
+        known = [np.stack([one.want for one in seen])]
+        for hint, wrong in exercise.known(result):
+            outcome = np.stack([wrong(one) for one in seen])
+            assert not any(outcome.shape == other.shape and np.allclose(outcome, other) for other in known), hint
+            known.append(outcome)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, bytes_of_a_sum
+from tplab.exercises.exercise import Exercise, Framework, Mistakes, Seen, Tensors, bytes_of_a_sum
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
     TOLERANCE,
@@ -19,7 +19,7 @@ from tplab.exercises.plain_block import (
 )
 from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
-from tplab.sharding import P, split
+from tplab.sharding import P
 
 TOKENS = P(None, "tp")
 MOST = 1.3  # times the fewest bytes: the backward pass may gather h again instead of keeping it
@@ -30,13 +30,6 @@ _KEPT = (
     "Is h from gather_from? That is for ranks that all do the same afterwards, and here each uses its own weights.\n"
     "Or is y added up on all ranks, and then cut?"
 )
-
-
-def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
-    """The entries of `whole`, one per token, for this rank's tokens."""
-    size = seen.own["x"].shape[1]
-    begin = seen.mesh.index(seen.rank, "tp") * size
-    return np.take(whole, range(begin, begin + size), axis=dim)
 
 
 _OWN_FEATURES = (
@@ -51,15 +44,13 @@ _OWN_TOKENS = (
 
 def _kept_to_itself(seen: Seen) -> np.ndarray:
     """The gradient of the residual, plus what this rank's own heads and features contribute for its own tokens."""
-    return _own_tokens(seen, own_weights(seen)["dx"])
+    return seen.part(own_weights(seen)["dx"], 1)
 
 
 def _group(seen: Seen) -> list[Seen]:
     """The same trial, as each rank of the group sees it."""
-    specs = {**BLOCK_SPECS, "x": TOKENS}
-    pieces = {name: split(array, specs[name], seen.mesh) for name, array in seen.tensors.items()}
-    ranks = seen.mesh.group(seen.rank, "tp")
-    return [replace(seen, rank=rank, own={name: pieces[name][rank] for name in pieces}) for rank in ranks]
+    seen_by = seen.exercise.seen(seen.result, seen.tensors, seen.mesh)
+    return [seen_by[rank] for rank in seen.mesh.group(seen.rank, "tp")]
 
 
 def _never_gathered(seen: Seen) -> np.ndarray:
@@ -68,7 +59,7 @@ def _never_gathered(seen: Seen) -> np.ndarray:
 
 def _residual(seen: Seen) -> np.ndarray:
     """The part of dx that does not come through h."""
-    return _own_tokens(seen, one_norm(seen.tensors)["residual"])
+    return seen.part(one_norm(seen.tensors)["residual"], 1)
 
 
 def _other_tokens(seen: Seen) -> np.ndarray:
@@ -81,7 +72,7 @@ def _exercise(
     tensors: Callable[[np.random.Generator, Mesh], Tensors],
     names: tuple[str, ...],
     excess: str,
-    first: tuple[Mistake, ...] = (),
+    first: Mistakes | None = None,
 ) -> Exercise:
     """The exercise on a block with these arguments and split tokens. `first` has mistakes of this block only."""
     return Exercise(
@@ -91,34 +82,26 @@ def _exercise(
         plain=one_norm,
         results={"y": TOKENS},
         gradients=names,
-        mistakes=(
-            *first,
-            Mistake(
-                "y",
+        mistakes={
+            "y": {
+                **(first or {}),
                 "The tokens are never gathered: each rank's weights see only its own tokens, and then terms of "
-                "different tokens are added up.",
-                _never_gathered,
-            ),
-            Mistake("dx", _KEPT, _kept_to_itself),
-            Mistake(
-                "dx",
+                "different tokens are added up.": _never_gathered,
+            },
+            "dx": {
+                _KEPT: _kept_to_itself,
                 "y is right, but f (copy_to) on x adds up gradients of different tokens: each rank has its own.\nAll "
-                "ranks use all of h. Which of its gathers adds up their gradients?",
-                _other_tokens,
-            ),
-            Mistake(
-                "dx",
+                "ranks use all of h. Which of its gathers adds up their gradients?": _other_tokens,
                 "y is right, but the gradients that come back through h are added up twice.\nall_gather does so in its "
-                "backward pass already, and f (copy_to) does it again.",
-                lambda seen: _residual(seen) + seen.mesh.axis_size("tp") * (seen.want - _residual(seen)),
-            ),
-            Mistake(
-                "dscale",
-                _OWN_TOKENS,
-                lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
-            ),
-            Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
-        ),
+                "backward pass already, and f (copy_to) does it again.": lambda seen: (
+                    _residual(seen) + seen.size * (seen.want - _residual(seen))
+                ),
+            },
+            "dscale": {
+                _OWN_TOKENS: lambda seen: seen.part(one_norm(seen.tensors)["of each token"]).sum(0),
+                _OWN_FEATURES: lambda seen: own_weights(seen)["dscale"],
+            },
+        },
         reminders={
             "y": "h = norm(x) of all tokens goes through this rank's weights. Add up what the weights of all ranks "
             "give\nfor a token, and then add its x, once.",
@@ -231,13 +214,11 @@ TOKENS_SPLIT = _exercise(
     tuple(BLOCK_SPECS),
     "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
     "reduce_scatter add up\nand split both terms.",
-    (
-        Mistake(
-            "y",
-            "Every token has seen only the tokens of its own rank. Dim 0 is the batch; gather tokens along dim 1.",
-            lambda seen: one_norm({**seen.tensors, "x": seen.own["x"]})["y"],
+    {
+        "Every token has seen only the tokens of its own rank. Dim 0 is the batch; gather tokens along dim 1.": (
+            lambda seen: seen.of({**seen.tensors, "x": seen.own["x"]})
         ),
-    ),
+    },
 )
 
 

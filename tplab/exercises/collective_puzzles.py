@@ -11,7 +11,7 @@ import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, grade, who_works
 from tplab.exercises.drawn import Moving
-from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, own_part
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistakes, Seen, Tensors, Wrong
 from tplab.exercises.verdict import Refused, with_task
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -45,7 +45,7 @@ class Puzzle:
     tensors: Callable[[np.random.Generator, Mesh], Tensors]
     plain: Callable[[Tensors], Tensors]
     result: P
-    mistakes: tuple[Mistake, ...]
+    mistakes: Mistakes
     neighbours: bool = False
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ def _summed(tensors: Tensors) -> Tensors:
 # --- known mistakes ------------------------------------------------------------------------------------------------
 
 
-def _places(order: Callable[[int, np.ndarray, int], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+def _places(order: Callable[[int, np.ndarray, int], np.ndarray]) -> Wrong:
     """The right pieces, in another order: place k has piece order(index of the rank, k, number of ranks)."""
 
     def wrong(seen: Seen) -> np.ndarray:
@@ -124,8 +124,7 @@ def _alternating(i: int, k: np.ndarray, num_ranks: int) -> np.ndarray:
     return (i + (k + 1) // 2 * np.where(k % 2, -1, 1)) % num_ranks
 
 
-def _in_other_order(hint: str) -> tuple[Mistake, ...]:
-    return tuple(Mistake("y", hint, _places(order)) for order in (_down, _up, _pairs, _alternating))
+IN_OTHER_ORDER = tuple(_places(order) for order in (_down, _up, _pairs, _alternating))
 
 
 def _around_the_end(seen: Seen) -> np.ndarray:
@@ -134,9 +133,9 @@ def _around_the_end(seen: Seen) -> np.ndarray:
     return x[[(seen.rank - away) % seen.mesh.size for away in range(reach)]].sum(0, keepdims=True)
 
 
-OWN = own_part(lambda tensors: {"y": tensors["x"]}, "y", "This is what the rank had at first: nothing has arrived.")
-ARRIVED = "All pieces are there, in the order in which they came. Put piece j at place j."
-IN_DISORDER = "Every sum is right, but not in its place. Put the sum of piece j at place j."
+OWN: Mistakes = {"This is what the rank had at first: nothing has arrived.": lambda seen: seen.own["x"]}
+ARRIVED = {"All pieces are there, in the order in which they came. Put piece j at place j.": IN_OTHER_ORDER}
+IN_DISORDER = {"Every sum is right, but not in its place. Put the sum of piece j at place j.": IN_OTHER_ORDER}
 
 # --- the puzzles ---------------------------------------------------------------------------------------------------
 
@@ -152,25 +151,19 @@ PUZZLES = {
         _one_each,
         _running_sum,
         P("tp"),
-        (
-            OWN,
-            Mistake(
-                "y",
-                "The sums go on around the end: rank 0 has added what other ranks have.\n"
-                "`ppermute` sends only along the pairs that you name. Ranks to which nothing is sent receive zeros.",
-                _around_the_end,
+        {
+            **OWN,
+            "The sums go on around the end: rank 0 has added what other ranks have.\n"
+            "`ppermute` sends only along the pairs that you name. Ranks to which nothing is sent receive zeros.": (
+                _around_the_end
             ),
-            Mistake(
-                "y",
-                "These are the sums of the ranks *before* rank i. Its own number is missing.",
-                lambda seen: seen.want - seen.own["x"],
+            "These are the sums of the ranks *before* rank i. Its own number is missing.": (
+                lambda seen: seen.want - seen.own["x"]
             ),
-            Mistake(
-                "y",
-                "This is the sum of rank i and all ranks *after* it. In which direction do the sums travel?",
-                lambda seen: seen.tensors["x"][seen.rank :].sum(0, keepdims=True),
+            "This is the sum of rank i and all ranks *after* it. In which direction do the sums travel?": (
+                lambda seen: seen.tensors["x"][seen.rank :].sum(0, keepdims=True)
             ),
-        ),
+        },
     ),
     2: Puzzle(
         "x [1, 3]. Every rank returns all pieces [R, 3], piece j in row j. R is a power of two.",
@@ -182,7 +175,7 @@ PUZZLES = {
         _one_each,
         _gathered,
         P(),
-        _in_other_order(ARRIVED),
+        ARRIVED,
     ),
     3: Puzzle(
         "x [1, 3]. As in puzzle 2, for any number of ranks. Only neighbours have links, one in each direction.",
@@ -194,7 +187,7 @@ PUZZLES = {
         _one_each,
         _gathered,
         P(),
-        _in_other_order(ARRIVED),
+        ARRIVED,
         neighbours=True,
     ),
     4: Puzzle(
@@ -208,12 +201,12 @@ PUZZLES = {
         _one_per_rank_each,
         _traded,
         P("tp"),
-        (
-            OWN,
-            *_in_other_order(
-                "All pieces have arrived, but row j is not the one from rank j. Put them back into that order."
+        {
+            **OWN,
+            "All pieces have arrived, but row j is not the one from rank j. Put them back into that order.": (
+                IN_OTHER_ORDER
             ),
-        ),
+        },
     ),
     5: Puzzle(
         "x [R, 3]. An all-reduce: every rank returns the sum of all x. R is a power of two.",
@@ -227,10 +220,7 @@ PUZZLES = {
         _one_per_rank_each,
         _summed,
         P(),
-        (
-            OWN,
-            *_in_other_order(IN_DISORDER),
-        ),
+        {**OWN, **IN_DISORDER},
     ),
     6: Puzzle(
         "x [R, 3]. As in puzzle 5, for any number of ranks.",
@@ -244,10 +234,7 @@ PUZZLES = {
         _one_per_rank_each,
         _summed,
         P(),
-        (
-            OWN,
-            *_in_other_order(IN_DISORDER),
-        ),
+        {**OWN, **IN_DISORDER},
     ),
 }
 
@@ -266,7 +253,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
         specs={"x": P("tp")},
         plain=puzzle.plain,
         results={"y": puzzle.result},
-        mistakes=puzzle.mistakes,
+        mistakes={"y": puzzle.mistakes},
         not_with=RING,
         is_precise=True,
         meshes=tuple(Mesh(tp=ranks) for ranks in puzzle.sizes),

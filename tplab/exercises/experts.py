@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import grade
-from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
+from tplab.exercises.exercise import Exercise, Seen, Tensors, Wrong, bytes_of_a_sum
 from tplab.exercises.verdict import Case, Verdict, check, compare, on, refuse, right
 from tplab.experts import Placement, contiguous, rows_between
 from tplab.mesh import Mesh
@@ -42,11 +42,11 @@ def _averaged(tensors: Tensors) -> Tensors:
 
 def _fewest(mesh: Mesh, tensors: Tensors) -> int:
     """Bytes of two sums: of the router's gradients over all ranks, and of the experts' over each group of copies."""
-    router = 2 * (mesh.size - 1) * tensors["router"].nbytes // mesh.size
-    return router + 2 * (mesh.axis_size("dp") - 1) * tensors["experts"].nbytes // mesh.axis_size("dp")
+    router, experts = (np.array_split(tensors[name], mesh.size)[0] for name in ("router", "experts"))
+    return bytes_of_a_sum(router, mesh, ("dp", "ep")) + bytes_of_a_sum(experts, mesh, "dp")
 
 
-def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Wrong:
     """A rank's part of `by(gradients of experts [dp, E, D, D], mesh)`."""
 
     def wrong(seen: Seen) -> np.ndarray:
@@ -74,88 +74,54 @@ AVERAGE = Exercise(
     results={"router": P(), "experts": P("ep")},
     meshes=MESHES,
     fewest=_fewest,
-    mistakes=(
-        Mistake(
-            "experts",
+    mistakes={
+        "experts": {
             "The experts' gradients are averaged over their copies, along dp. But the tokens of all ranks are in\n"
-            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?",
-            _experts(lambda experts, mesh: experts.mean(0)),
-        ),
-        Mistake(
-            "experts",
-            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.",
-            _experts(lambda experts, mesh: experts.mean(0) * mesh.axis_size("ep")),
-        ),
-        Mistake(
-            "experts",
-            "The experts' gradients are averaged over ranks that hold different experts. Which ranks hold copies?",
-            _mixed,
-        ),
-        Mistake(
-            "experts",
-            "The experts' gradients are added up over their copies, and not divided yet.",
-            _experts(lambda experts, mesh: experts.sum(0)),
-        ),
-        Mistake(
-            "experts",
-            "Now the experts' gradients are divided by the number of ranks along dp once too often.",
-            _experts(lambda experts, mesh: experts.mean(0) / mesh.size),
-        ),
-        Mistake(
-            "experts",
-            "Their mean over the copies is divided by 2. How many ranks share the experts here?",
-            _experts(lambda experts, mesh: experts.mean(0) / 2),
-        ),
-        Mistake(
-            "experts",
-            "Their sum over the copies is divided by the ranks along dp twice, and not by those along ep.",
-            _experts(lambda experts, mesh: experts.mean(0) / mesh.axis_size("dp")),
-        ),
-        Mistake(
-            "experts",
-            "Their sum over the copies is divided by the ranks along ep alone. The losses of all ranks are in it.",
-            _experts(lambda experts, mesh: experts.sum(0) / mesh.axis_size("ep")),
-        ),
-        Mistake(
-            "experts",
-            "Copies of an expert, along dp, have seen different tokens. Add up their gradients before you divide.",
-            lambda seen: seen.own["experts"] / seen.mesh.size,
-        ),
-        Mistake(
-            "experts",
-            "Copies of an expert, along dp, have seen different tokens. Add up their gradients; divide by all ranks.",
-            lambda seen: seen.own["experts"] / seen.mesh.axis_size("ep"),
-        ),
-        Mistake(
-            "experts",
-            "The experts' gradients are averaged over ranks that hold different experts, those along ep.",
-            _over_ep,
-        ),
-        Mistake(
-            "router",
-            "The router's gradients are averaged, and then divided by the ranks along ep once more.",
-            lambda seen: seen.want / seen.mesh.axis_size("ep"),
-        ),
-        Mistake(
-            "router",
-            "The router's gradients are added up. Each rank's loss is a mean, so take their mean.",
-            lambda seen: _of_ranks(seen.tensors)[0].sum(0),
-        ),
-        Mistake(
-            "router",
-            "This is the gradient of this rank's own loss. The router belongs to all ranks.",
-            lambda seen: seen.own["router"],
-        ),
-        Mistake(
-            "router",
-            "Every rank holds the whole router, so its gradient is the mean over all ranks.",
-            lambda seen: (
+            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?": _experts(
+                lambda experts, mesh: experts.mean(0)
+            ),
+            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.": _experts(
+                lambda experts, mesh: experts.mean(0) * mesh.axis_size("ep")
+            ),
+            "The experts' gradients are averaged over ranks that hold different experts. Which ranks hold "
+            "copies?": _mixed,
+            "The experts' gradients are added up over their copies, and not divided yet.": _experts(
+                lambda experts, mesh: experts.sum(0)
+            ),
+            "Now the experts' gradients are divided by the number of ranks along dp once too often.": _experts(
+                lambda experts, mesh: experts.mean(0) / mesh.size
+            ),
+            "Their mean over the copies is divided by 2. How many ranks share the experts here?": _experts(
+                lambda experts, mesh: experts.mean(0) / 2
+            ),
+            "Their sum over the copies is divided by the ranks along dp twice, and not by those along ep.": _experts(
+                lambda experts, mesh: experts.mean(0) / mesh.axis_size("dp")
+            ),
+            "Their sum over the copies is divided by the ranks along ep alone. The losses of all ranks are in "
+            "it.": _experts(lambda experts, mesh: experts.sum(0) / mesh.axis_size("ep")),
+            "Copies of an expert, along dp, have seen different tokens. Add up their gradients before you "
+            "divide.": lambda seen: seen.own["experts"] / seen.mesh.size,
+            "Copies of an expert, along dp, have seen different tokens. Add up their gradients; divide by all "
+            "ranks.": lambda seen: seen.own["experts"] / seen.mesh.axis_size("ep"),
+            "The experts' gradients are averaged over ranks that hold different experts, those along ep.": _over_ep,
+        },
+        "router": {
+            "The router's gradients are averaged, and then divided by the ranks along ep once more.": lambda seen: (
+                seen.want / seen.mesh.axis_size("ep")
+            ),
+            "The router's gradients are added up. Each rank's loss is a mean, so take their mean.": lambda seen: (
+                seen.want * seen.mesh.size
+            ),
+            "This is the gradient of this rank's own loss. The router belongs to all ranks.": lambda seen: seen.own[
+                "router"
+            ],
+            "Every rank holds the whole router, so its gradient is the mean over all ranks.": lambda seen: (
                 _of_ranks(seen.tensors)[0]
                 .reshape(*seen.mesh.shape.values(), -1, 3)
                 .mean(0)[seen.mesh.index(seen.rank, "ep")]
             ),
-        ),
-    ),
+        },
+    },
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen
+from tplab.exercises.exercise import Exercise, Framework, Seen
 from tplab.exercises.trials import trials, weight
 from tplab.exercises.verdict import on, refuse
 from tplab.mesh import Mesh
@@ -31,20 +31,16 @@ GATHER_ALL = Exercise(
     results={"y": P()},
     is_precise=True,
     meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
-    mistakes=(
-        Mistake(
-            "y",
+    mistakes={
+        "y": {
             "All rows are there, ordered by GPU and then by node. Row r must come from rank r, that is, ordered by "
-            "node and then by GPU.",
-            _gpus_first,
-        ),
-        Mistake(
-            "y",
+            "node and then by GPU.": _gpus_first,
             "All rows are there, but in the wrong order. They arrive ordered by GPU and then by node, so `reshape` "
-            "them to [GPUs, nodes, n], and not to [nodes, GPUs, n].",
-            lambda seen: _gpus_first(replace(seen, want=_gpus_first(seen))),
-        ),
-    ),
+            "them to [GPUs, nodes, n], and not to [nodes, GPUs, n].": lambda seen: _gpus_first(
+                replace(seen, want=_gpus_first(seen))
+            ),
+        },
+    },
 )
 
 

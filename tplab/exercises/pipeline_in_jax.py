@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
+from tplab.exercises.exercise import Exercise, Mistakes, Seen, Tensors, Wrong, added_up_again
 from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -86,7 +86,7 @@ def _ended(seen: Seen) -> np.ndarray:
 
 def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
     """A rank's outputs in the last rank's ticks: rank r is `last - r` microbatches ahead, then repeats the last."""
-    ahead = seen.mesh.axis_size("pp") - 1 - rank
+    ahead = seen.size - 1 - rank
     return _whole(seen, rank + 1)[np.minimum(np.arange(MICROBATCHES) + ahead, MICROBATCHES - 1)]
 
 
@@ -94,18 +94,16 @@ def _of_all_ranks(seen: Seen) -> np.ndarray:
     return np.sum([_of_one_rank(seen, rank) for rank in seen.mesh.ranks], axis=0)
 
 
-def _on_the_last_alone(seen: Seen) -> np.ndarray:
-    return seen.want * (seen.rank == seen.mesh.axis_size("pp") - 1)
-
-
-NOT_SHARED = Mistake("ys", "Only the last rank has the outputs. All ranks should return them.", _on_the_last_alone)
-OFTEN = Mistake(
-    "dw",
+NOT_SHARED: Mistakes = {
+    "Only the last rank has the outputs. All ranks should return them.": (
+        lambda seen: seen.want * (seen.rank == seen.size - 1)
+    )
+}
+OFTEN: Mistakes = {
     "This is R times the right gradient. JAX cannot know that what you return is the same on every rank, as after\n"
     "`all_gather`, so it adds up the gradients of all R copies. It knows after `all_reduce`: there, let all ranks but\n"
-    "one add zeros.",
-    lambda seen: seen.want * seen.mesh.axis_size("pp"),
-)
+    "one add zeros.": added_up_again,
+}
 
 
 def _once_too_late(seen: Seen) -> np.ndarray:
@@ -115,7 +113,6 @@ def _once_too_late(seen: Seen) -> np.ndarray:
 OF_THE_FIRST = "These are the first rank's outputs, and not the last's."
 ALL_ADDED = "Every rank has added its own outputs. Only those of the last rank are wanted."
 EACH_ITS_OWN = "Every rank returns its own outputs. All ranks should return those of the last rank."
-IN_WRONG_ROWS = "These are the right outputs in the wrong rows. In which tick is each computed?"
 PIPELINE = Exercise(
     name="my_pipeline",
     tensors=lambda rng, mesh: {
@@ -126,36 +123,28 @@ PIPELINE = Exercise(
     plain=_plain,
     results={"ys": P()},
     gradients=("w",),
-    mistakes=(
-        Mistake(
-            "ys",
+    mistakes={
+        "ys": {
             "These are the last rank's outputs from tick 0 on. In its first ticks no microbatch has reached it yet,\n"
-            "so it computes with zeros. In which tick does microbatch 0 reach the last rank?",
-            _too_early,
-        ),
-        Mistake(
-            "ys",
+            "so it computes with zeros. In which tick does microbatch 0 reach the last rank?": _too_early,
             "The last row is right, because the last microbatch is written into it last. The others are not. In which\n"
-            "tick does microbatch 0 reach the last rank, and in which row does it belong?",
-            _clamped,
-        ),
-        Mistake("ys", "Your rows are shifted in the wrong direction.", _shifted_twice),
-        Mistake(
-            "ys",
-            "In its first ticks, the last rank computes with zeros. These outputs were added to the last rows.",
-            _added,
-        ),
-        Mistake("ys", "It begins one tick too late: microbatch 0 is missing.", _once_too_late),
-        Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, -1, 0)),
-        Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0)),
-        Mistake("ys", "The last rows are missing. In which tick does the last rank finish?", _ended),
-        Mistake("ys", OF_THE_FIRST, lambda seen: _of_one_rank(seen, 0)),
-        Mistake("ys", ALL_ADDED, _of_all_ranks),
-        Mistake("ys", EACH_ITS_OWN, lambda seen: _of_one_rank(seen, seen.rank)),
-        NOT_SHARED,
-        OFTEN,
-        Mistake("ys", "All outputs are zero: do you take them from the rank that has them?", lambda s: 0 * s.want),
-    ),
+            "tick does microbatch 0 reach the last rank, and in which row does it belong?": _clamped,
+            "Your rows are shifted in the wrong direction.": _shifted_twice,
+            "In its first ticks, the last rank computes with zeros. These outputs were added to the last rows.": _added,
+            "It begins one tick too late: microbatch 0 is missing.": _once_too_late,
+            "These are the right outputs in the wrong rows. In which tick is each computed?": (
+                lambda seen: np.roll(seen.want, -1, 0),
+                lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0),
+            ),
+            "The last rows are missing. In which tick does the last rank finish?": _ended,
+            OF_THE_FIRST: lambda seen: _of_one_rank(seen, 0),
+            ALL_ADDED: _of_all_ranks,
+            EACH_ITS_OWN: lambda seen: _of_one_rank(seen, seen.rank),
+            **NOT_SHARED,
+            "All outputs are zero: do you take them from the rank that has them?": lambda s: 0 * s.want,
+        },
+        "dw": OFTEN,
+    },
     meshes=MESHES,
 )
 
@@ -257,11 +246,11 @@ def _around(tensors: Tensors) -> Tensors:
     return {"ys": whole["ys"], "dw": np.stack(np.split(whole["dw"], ROUNDS), axis=1)}
 
 
-def _with(choice: Choice) -> Callable[[Seen], np.ndarray]:
+def _with(choice: Choice) -> Wrong:
     """The outputs if a rank uses w[choice(round, microbatch, rank, R)]."""
 
     def wrong(seen: Seen) -> np.ndarray:
-        w, ranks = seen.tensors["w"], seen.mesh.axis_size("pp")
+        w, ranks = seen.tensors["w"], seen.size
         ys = []
         for k, x in enumerate(seen.tensors["xs"]):
             for number in range(ROUNDS):
@@ -273,17 +262,14 @@ def _with(choice: Choice) -> Callable[[Seen], np.ndarray]:
     return wrong
 
 
-def _last_round_alone(seen: Seen) -> np.ndarray:
-    return _plain({"w": seen.tensors["w"][:, -1], "xs": seen.tensors["xs"]})["ys"]
-
-
-def _first_round_alone(seen: Seen) -> np.ndarray:
-    return _plain({"w": seen.tensors["w"][:, 0], "xs": seen.tensors["xs"]})["ys"]
+def _once(seen: Seen, number: int, times: int = 1) -> np.ndarray:
+    """The outputs of one round alone, which begins with `times` xs."""
+    return _plain({"w": seen.tensors["w"][:, number], "xs": times * seen.tensors["xs"]})["ys"]
 
 
 def _last_round_of_the_last(seen: Seen) -> np.ndarray:
     """The same if rank 0 keeps using its last microbatch."""
-    return np.tile(_last_round_alone(seen)[-1:], (len(seen.want), 1, 1))
+    return np.tile(_once(seen, -1)[-1:], (len(seen.want), 1, 1))
 
 
 def _ring(seen: Seen, step: int = 1) -> np.ndarray:
@@ -300,8 +286,6 @@ def _ring(seen: Seen, step: int = 1) -> np.ndarray:
     return np.stack(ys[-len(w) :])
 
 
-_BEGINS_AGAIN = "In its second round, rank 0 takes xs again. It should continue with what it receives."
-
 LOOP = Exercise(
     name="my_loop",
     tensors=lambda rng, mesh: {
@@ -312,53 +296,39 @@ LOOP = Exercise(
     plain=_around,
     results={"ys": P()},
     gradients=("w",),
-    mistakes=(
-        Mistake(
-            "ys",
-            "The second round begins with zeros. In that round, which rank must send to rank 0?",
-            lambda seen: _plain({"w": seen.tensors["w"][:, -1], "xs": 0 * seen.tensors["xs"]})["ys"],
-        ),
-        Mistake(
-            "ys",
-            "These are the outputs of the first round. In which ticks does the last rank compute those of the second?",
-            _first_round_alone,
-        ),
-        Mistake("ys", _BEGINS_AGAIN, _last_round_alone),
-        Mistake("ys", _BEGINS_AGAIN, _last_round_of_the_last),
-        Mistake("ys", "Both rounds have used the first of a rank's matrices.", _with(lambda number, k, rank, ranks: 0)),
-        Mistake(
-            "ys",
-            "The first round has used a rank's second matrix, and the second round its first.",
-            _with(lambda number, k, rank, ranks: 1 - number),
-        ),
-        Mistake(
-            "ys",
-            "Each rank has run both of its stages in one tick. Between them, a microbatch goes around the ring.",
-            lambda seen: _plain({**seen.tensors, "w": seen.tensors["w"].reshape(-1, WIDTH, WIDTH)})["ys"],
-        ),
-        Mistake(
-            "ys",
+    mistakes={
+        "ys": {
+            "The second round begins with zeros. In that round, which rank must send to rank 0?": lambda seen: _once(
+                seen, -1, times=0
+            ),
+            "These are the outputs of the first round. In which ticks does the last rank compute those of the "
+            "second?": lambda seen: _once(seen, 0),
+            "In its second round, rank 0 takes xs again. It should continue with what it receives.": (
+                lambda seen: _once(seen, -1),
+                _last_round_of_the_last,
+            ),
+            "Both rounds have used the first of a rank's matrices.": _with(lambda number, k, rank, ranks: 0),
+            "The first round has used a rank's second matrix, and the second round its first.": _with(
+                lambda number, k, rank, ranks: 1 - number
+            ),
+            "Each rank has run both of its stages in one tick. Between them, a microbatch goes around the "
+            "ring.": lambda seen: _plain({**seen.tensors, "w": seen.tensors["w"].reshape(-1, WIDTH, WIDTH)})["ys"],
             "Rank r begins its second round r ticks later than rank 0, but all ranks have changed to their second\n"
-            "matrix in the same tick.",
-            _with(lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)),
-        ),
-        Mistake(
-            "ys",
-            "The two matrices take turns from one piece of work to the next. The first R pieces use the first matrix.",
-            _with(lambda number, k, rank, ranks: (k + number * ranks) % 2),
-        ),
-        Mistake(
-            "ys",
-            "Each rank changes to its second matrix one tick too late. With which number does the second round begin?",
-            _with(lambda number, k, rank, ranks: int(k + number * ranks > ranks)),
-        ),
-        Mistake("ys", "Messages go around the ring in the wrong direction.", lambda seen: _ring(seen, -1)[:, -1]),
-        Mistake("ys", EACH_ITS_OWN, lambda seen: _ring(seen)[:, seen.rank]),
-        Mistake("ys", ALL_ADDED, lambda seen: _ring(seen).sum(1)),
-        Mistake("ys", OF_THE_FIRST, lambda seen: _ring(seen)[:, 0]),
-        NOT_SHARED,
-        OFTEN,
-    ),
+            "matrix in the same tick.": _with(
+                lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)
+            ),
+            "The two matrices take turns from one piece of work to the next. The first R pieces use the first "
+            "matrix.": _with(lambda number, k, rank, ranks: (k + number * ranks) % 2),
+            "Each rank changes to its second matrix one tick too late. With which number does the second round "
+            "begin?": _with(lambda number, k, rank, ranks: int(k + number * ranks > ranks)),
+            "Messages go around the ring in the wrong direction.": lambda seen: _ring(seen, -1)[:, -1],
+            EACH_ITS_OWN: lambda seen: _ring(seen)[:, seen.rank],
+            ALL_ADDED: lambda seen: _ring(seen).sum(1),
+            OF_THE_FIRST: lambda seen: _ring(seen)[:, 0],
+            **NOT_SHARED,
+        },
+        "dw": OFTEN,
+    },
     meshes=MESHES,
 )
 
