@@ -20,8 +20,8 @@ from tplab.exercises import first_look, split_a_layer, trials, vocabulary
 from tplab.exercises.check import Verdict, grade, not_started
 from tplab.exercises.exercise import Exercise
 from tplab.exercises.first_look import check_largest, check_total
+from tplab.exercises.slopes import weight
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear, finite_differences
-from tplab.exercises.trials import weight
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -450,14 +450,18 @@ def test_gated_gone_wrong(fn: Callable[..., Any], hint: str):
 def test_the_plain_gradients_of_the_gated_layer_are_slopes():
     """The check's own formulas, against the loss alone."""
     tensors = dict(split_a_layer.GATED.tensors(np.random.default_rng(0), Mesh(tp=2)))
-    right = split_a_layer.GATED.plain(tensors)
     for name in "xacb":
 
         def loss(value: np.ndarray, name: str = name) -> float:
-            z = split_a_layer.GATED.plain({**tensors, name: value})["z"]
+            z = split_a_layer.GATED.plain(*{**tensors, name: value}.values())
             return float((z * weight(z)).sum())
 
-        assert np.allclose(right[f"d{name}"], finite_differences(loss, tensors[name]), rtol=1e-7, atol=1e-7)
+        assert np.allclose(
+            split_a_layer.GATED.right(f"d{name}", tensors),
+            finite_differences(loss, tensors[name]),
+            rtol=1e-7,
+            atol=1e-7,
+        )
 
 
 def test_finite_differences_of_a_quadratic_are_exact():

@@ -12,9 +12,9 @@ import numpy as np
 
 from tplab.exercises.check import Verdict, grade, not_started
 from tplab.exercises.exercise import Exercise, Seen, Tensors, Wrong, own_part
-from tplab.exercises.long_sequence import MERGED, MESHES, NAMES, attend
+from tplab.exercises.long_sequence import MERGED, MESHES, NAMES
 from tplab.exercises.long_sequence import TOKENS as ROWS
-from tplab.exercises.trials import weight
+from tplab.exercises.plain_block import attend
 from tplab.exercises.verdict import untouched
 from tplab.mesh import Mesh
 from tplab.sequence import TokenLayout
@@ -49,30 +49,16 @@ def _rope(x: np.ndarray, positions: np.ndarray, base: float = 10_000.0) -> np.nd
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _rotated(q: np.ndarray, k: np.ndarray, v: np.ndarray, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Causal attention over tokens in this order, with q and k rotated by these positions."""
-    q, k = (_rope(tensors[name], positions) for name in ("q", "k"))
-    return attend(q, k, tensors["v"], order[:, None] >= order)
+    return attend(_rope(q, positions), _rope(k, positions), v, order[:, None] >= order)
 
 
-def _ranks_of(tensors: Tensors) -> int:
-    """The number of ranks that share these tokens: three ranks have six each, any other number of ranks four."""
-    size = tensors["q"].shape[2]
-    return 3 if size == 18 else size // 4
-
-
-def _with_positions(tensors: Tensors) -> Tensors:
-    """The right output, and the gradients of sum(o * weight(o))."""
-    order = _order(tensors["q"].shape[2], _ranks_of(tensors))
-    o = _rotated(tensors, order, order)
-    q, k = (_rope(tensors[name], order) for name in ("q", "k"))
-    do, scale = weight(o), WIDTH**-0.5
-    scores = np.where(order[:, None] >= order, q @ k.swapaxes(-1, -2) * scale, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    ds = p * (do @ tensors["v"].swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True)) * scale
-    dq, dk = (_rope(grad, -order) for grad in (ds @ k, ds.swapaxes(-1, -2) @ q))  # rotated back
-    return {"o": o, "dq": dq, "dk": dk, "dv": p.swapaxes(-1, -2) @ do}
+def _with_positions(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """The right output. Three ranks have six tokens each, and any other number of ranks four."""
+    size = q.shape[-2]
+    order = _order(size, 3 if size == 18 else size // 4)
+    return _rotated(q, k, v, order, order)
 
 
 Places = Callable[[int, int], np.ndarray]
@@ -84,7 +70,7 @@ def _with(places: Places) -> Wrong:
 
     def wrong(seen: Seen) -> np.ndarray:
         size = seen.tensors["q"].shape[2]
-        return seen.part(_rotated(seen.tensors, _order(size, seen.size), places(size, seen.size)), 2)
+        return seen.part(_rotated(*seen.tensors.values(), _order(size, seen.size), places(size, seen.size)), 2)
 
     return wrong
 
@@ -144,9 +130,8 @@ def _seen_in(window: int, positions: np.ndarray) -> np.ndarray:
     return (back >= 0) & (back < window)
 
 
-def _windowed(window: int, tensors: Tensors) -> Tensors:
-    q, k, v = (tensors[name] for name in NAMES)
-    return {"o": attend(q, k, v, _seen_in(window, np.arange(len(q))))}
+def _windowed(window: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return attend(q, k, v, _seen_in(window, np.arange(len(q))))
 
 
 def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False) -> np.ndarray:

@@ -15,8 +15,8 @@ from tplab.exercises.plain_block import (
     TOLERANCE,
     block_tensors,
     one_norm,
-    own_weights,
 )
+from tplab.exercises.slopes import slopes, weight
 from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -42,9 +42,20 @@ _OWN_TOKENS = (
 )
 
 
+def _own_weights(seen: Seen) -> np.ndarray:
+    """The gradient that comes through this rank's own heads and hidden features, from all tokens."""
+    return seen.of({**seen.own, "x": seen.tensors["x"]})
+
+
+def _scale_of_each_token(seen: Seen) -> np.ndarray:
+    """The gradient of scale, before it is added up over tokens [S, D]."""
+    x, scale, *weights = seen.tensors.values()
+    return slopes(lambda one: one_norm(x, one, *weights), np.tile(scale, (x.shape[1], 1)))
+
+
 def _kept_to_itself(seen: Seen) -> np.ndarray:
     """The gradient of the residual, plus what this rank's own heads and features contribute for its own tokens."""
-    return seen.part(own_weights(seen)["dx"], 1)
+    return seen.part(_own_weights(seen), 1)
 
 
 def _group(seen: Seen) -> list[Seen]:
@@ -54,12 +65,12 @@ def _group(seen: Seen) -> list[Seen]:
 
 
 def _never_gathered(seen: Seen) -> np.ndarray:
-    return seen.own["x"] + sum(one_norm(one.own)["y"] - one.own["x"] for one in _group(seen))
+    return seen.own["x"] + sum(one.of(one.own) - one.own["x"] for one in _group(seen))
 
 
 def _residual(seen: Seen) -> np.ndarray:
     """The part of dx that does not come through h."""
-    return seen.part(one_norm(seen.tensors)["residual"], 1)
+    return seen.part(weight(seen.tensors["x"]), 1)
 
 
 def _other_tokens(seen: Seen) -> np.ndarray:
@@ -98,8 +109,8 @@ def _exercise(
                 ),
             },
             "dscale": {
-                _OWN_TOKENS: lambda seen: seen.part(one_norm(seen.tensors)["of each token"]).sum(0),
-                _OWN_FEATURES: lambda seen: own_weights(seen)["dscale"],
+                _OWN_TOKENS: lambda seen: seen.part(_scale_of_each_token(seen)).sum(0),
+                _OWN_FEATURES: _own_weights,
             },
         },
         reminders={

@@ -43,7 +43,7 @@ class Puzzle:
     late: str
     much: str
     tensors: Callable[[np.random.Generator, Mesh], Tensors]
-    plain: Callable[[Tensors], Tensors]
+    plain: Callable[[np.ndarray], np.ndarray]
     result: P
     mistakes: Mistakes
     neighbours: bool = False
@@ -72,26 +72,26 @@ def _one_per_rank_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {"x": rng.integers(0, 10, (mesh.size**2, 3)).astype(np.float32)}
 
 
-def _gathered(tensors: Tensors) -> Tensors:
-    return {"y": tensors["x"]}
+def _gathered(x: np.ndarray) -> np.ndarray:
+    return x
 
 
-def _running_sum(tensors: Tensors) -> Tensors:
-    return {"y": tensors["x"].cumsum(0)}
+def _running_sum(x: np.ndarray) -> np.ndarray:
+    return x.cumsum(0)
 
 
-def _square(tensors: Tensors) -> np.ndarray:
+def _square(x: np.ndarray) -> np.ndarray:
     """[R, R, 3]: all pieces, by rank and place."""
-    ranks = round(len(tensors["x"]) ** 0.5)
-    return tensors["x"].reshape(ranks, ranks, 3)
+    ranks = round(len(x) ** 0.5)
+    return x.reshape(ranks, ranks, 3)
 
 
-def _traded(tensors: Tensors) -> Tensors:
-    return {"y": _square(tensors).swapaxes(0, 1).reshape(tensors["x"].shape)}
+def _traded(x: np.ndarray) -> np.ndarray:
+    return _square(x).swapaxes(0, 1).reshape(x.shape)
 
 
-def _summed(tensors: Tensors) -> Tensors:
-    return {"y": _square(tensors).sum(0)}
+def _summed(x: np.ndarray) -> np.ndarray:
+    return _square(x).sum(0)
 
 
 # --- known mistakes ------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ SUM_UP = Exercise(
     # One row per piece, so that a piece in the wrong place is visible at a glance.
     tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.axis_size("tp"), mesh.axis_size("tp"), 3)).astype(float)},
     specs={"x": P("tp")},
-    plain=lambda tensors: {"y": tensors["x"].sum(0, keepdims=True)},
+    plain=lambda x: x.sum(0, keepdims=True),
     results={"y": P()},
     # Four ranks first: on two, "one place to the left" and "one place to the right" are the same.
     meshes=(Mesh(tp=4), Mesh(tp=3), Mesh(tp=2), Mesh(dp=2, tp=2), Mesh(tp=1)),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from tplab.exercises.slopes import slopes
 from tplab.mesh import Axis, Mesh
 from tplab.sharding import P, split
 
@@ -56,7 +57,7 @@ class Seen:
 
     def of(self, tensors: Tensors) -> np.ndarray:
         """The plain result, of other arguments."""
-        return self.exercise.plain(tensors)[self.result]
+        return self.exercise.right(self.result, tensors)
 
 
 Wrong = Callable[[Seen], np.ndarray]
@@ -73,8 +74,8 @@ class Exercise:
     name        of the function
     tensors     (random generator, mesh) -> its arguments, whole, by name and in order
     specs       how each argument is sharded
-    plain       arguments -> the right results, whole, by name: first the returned values, then the gradients.
-                Given one rank's pieces, it computes the results of that rank alone
+    plain       arguments -> the right results, whole, in order. Given one rank's pieces, it computes the results of
+                that rank alone. If there are gradients, it counts dims from the end and computes with complex numbers
     results     how each returned value is sharded, in order
     also        the same for values that it may also return, before or after the results; recognised by their shapes
     gradients   the arguments whose gradient is also compared, for the loss sum(result * weight(result)); the gradient
@@ -95,7 +96,7 @@ class Exercise:
     name: str
     tensors: Callable[[np.random.Generator, Mesh], Tensors]
     specs: Mapping[str, P]
-    plain: Callable[[Tensors], Tensors]
+    plain: Callable[..., Any]
     results: Mapping[str, P]
     also: Mapping[str, P] = field(default_factory=dict)
     gradients: tuple[str, ...] = ()
@@ -118,6 +119,14 @@ class Exercise:
         first, *others = (mesh.axis_names for mesh in self.meshes)
         return tuple(axis for axis in first if all(axis in names for names in others))
 
+    def right(self, result: str, tensors: Tensors) -> np.ndarray:
+        """A right result of these arguments, or gradient, whole."""
+        if (place := [*self.results, *self.also, result].index(result)) < len(self.results) + len(self.also):
+            found = self.plain(*tensors.values())
+            return found[place] if isinstance(found, tuple) else found
+        key = result.removeprefix("d")
+        return slopes(lambda one: self.plain(*{**tensors, key: one}.values()), tensors[key])
+
     def known(self, result: str) -> list[tuple[str, Wrong]]:
         """The mistakes in a result, each with its hint."""
         of = {hint: one if isinstance(one, tuple) else (one,) for hint, one in self.mistakes.get(result, {}).items()}
@@ -131,7 +140,7 @@ class Exercise:
     def seen(self, result: str, tensors: Tensors, mesh: Mesh) -> list[Seen]:
         """A trial with these arguments, as each rank sees it."""
         pieces = {key: split(array, self.specs[key], mesh) for key, array in tensors.items()}
-        wants = self.on_ranks(result, self.plain(tensors)[result], mesh)
+        wants = self.on_ranks(result, self.right(result, tensors), mesh)
         owns = [{key: pieces[key][rank] for key in pieces} for rank in mesh.ranks]
         return [Seen(self, result, tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
 

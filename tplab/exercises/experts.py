@@ -28,16 +28,11 @@ def _gradients(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: rng.normal(size=size) for name, size in sizes.items()}
 
 
-def _of_ranks(tensors: Tensors) -> tuple[np.ndarray, np.ndarray]:
-    """The gradients by rank [ranks, E, D], and those of experts by position along dp [dp, E, D, D]."""
-    ranks = len(tensors["experts"]) // EXPERTS
-    router = tensors["router"].reshape(ranks, -1, 3)
-    return router, tensors["experts"].reshape(-1, router.shape[1], 3, 3)
-
-
-def _averaged(tensors: Tensors) -> Tensors:
-    router, experts = _of_ranks(tensors)
-    return {"router": router.mean(0), "experts": experts.sum(0) / len(router)}
+def _averaged(router: np.ndarray, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The router's gradients averaged over ranks; those of experts added up along dp, and divided by the ranks."""
+    ranks = len(experts) // EXPERTS
+    router = router.reshape(ranks, -1, 3)
+    return router.mean(0), experts.reshape(-1, router.shape[1], 3, 3).sum(0) / ranks
 
 
 def _fewest(mesh: Mesh, tensors: Tensors) -> int:
@@ -46,14 +41,9 @@ def _fewest(mesh: Mesh, tensors: Tensors) -> int:
     return bytes_of_a_sum(router, mesh, ("dp", "ep")) + bytes_of_a_sum(experts, mesh, "dp")
 
 
-def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Wrong:
-    """A rank's part of `by(gradients of experts [dp, E, D, D], mesh)`."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        found = by(_of_ranks(seen.tensors)[1], seen.mesh)
-        return np.split(found, seen.mesh.axis_size("ep"))[seen.mesh.index(seen.rank, "ep")]
-
-    return wrong
+def _times(by: Callable[[int, int], float]) -> Wrong:
+    """The right gradient, times by(dp, ep)."""
+    return lambda seen: seen.want * by(*seen.mesh.shape.values())
 
 
 def _over_ep(seen: Seen) -> np.ndarray:
@@ -77,28 +67,28 @@ AVERAGE = Exercise(
     mistakes={
         "experts": {
             "The experts' gradients are averaged over their copies, along dp. But the tokens of all ranks are in\n"
-            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?": _experts(
-                lambda experts, mesh: experts.mean(0)
+            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?": _times(
+                lambda dp, ep: ep
             ),
-            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.": _experts(
-                lambda experts, mesh: experts.mean(0) * mesh.axis_size("ep")
+            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.": _times(
+                lambda dp, ep: ep * ep
             ),
             "The experts' gradients are averaged over ranks that hold different experts. Which ranks hold "
             "copies?": _mixed,
-            "The experts' gradients are added up over their copies, and not divided yet.": _experts(
-                lambda experts, mesh: experts.sum(0)
+            "The experts' gradients are added up over their copies, and not divided yet.": _times(
+                lambda dp, ep: dp * ep
             ),
-            "Now the experts' gradients are divided by the number of ranks along dp once too often.": _experts(
-                lambda experts, mesh: experts.mean(0) / mesh.size
+            "Now the experts' gradients are divided by the number of ranks along dp once too often.": _times(
+                lambda dp, ep: 1 / dp
             ),
-            "Their mean over the copies is divided by 2. How many ranks share the experts here?": _experts(
-                lambda experts, mesh: experts.mean(0) / 2
+            "Their mean over the copies is divided by 2. How many ranks share the experts here?": _times(
+                lambda dp, ep: ep / 2
             ),
-            "Their sum over the copies is divided by the ranks along dp twice, and not by those along ep.": _experts(
-                lambda experts, mesh: experts.mean(0) / mesh.axis_size("dp")
+            "Their sum over the copies is divided by the ranks along dp twice, and not by those along ep.": _times(
+                lambda dp, ep: ep / dp
             ),
             "Their sum over the copies is divided by the ranks along ep alone. The losses of all ranks are in "
-            "it.": _experts(lambda experts, mesh: experts.sum(0) / mesh.axis_size("ep")),
+            "it.": _times(lambda dp, ep: dp),
             "Copies of an expert, along dp, have seen different tokens. Add up their gradients before you "
             "divide.": lambda seen: seen.own["experts"] / seen.mesh.size,
             "Copies of an expert, along dp, have seen different tokens. Add up their gradients; divide by all "
@@ -106,17 +96,17 @@ AVERAGE = Exercise(
             "The experts' gradients are averaged over ranks that hold different experts, those along ep.": _over_ep,
         },
         "router": {
-            "The router's gradients are averaged, and then divided by the ranks along ep once more.": lambda seen: (
-                seen.want / seen.mesh.axis_size("ep")
+            "The router's gradients are averaged, and then divided by the ranks along ep once more.": _times(
+                lambda dp, ep: 1 / ep
             ),
-            "The router's gradients are added up. Each rank's loss is a mean, so take their mean.": lambda seen: (
-                seen.want * seen.mesh.size
+            "The router's gradients are added up. Each rank's loss is a mean, so take their mean.": _times(
+                lambda dp, ep: dp * ep
             ),
             "This is the gradient of this rank's own loss. The router belongs to all ranks.": lambda seen: seen.own[
                 "router"
             ],
             "Every rank holds the whole router, so its gradient is the mean over all ranks.": lambda seen: (
-                _of_ranks(seen.tensors)[0]
+                seen.tensors["router"]
                 .reshape(*seen.mesh.shape.values(), -1, 3)
                 .mean(0)[seen.mesh.index(seen.rank, "ep")]
             ),

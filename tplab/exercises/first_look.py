@@ -39,7 +39,7 @@ SEVEN = (
 def _on_a_ring(
     name: str,
     tensors: Callable[[np.random.Generator, Mesh], Tensors],
-    plain: Callable[[Tensors], Tensors],
+    plain: Callable[[np.ndarray], np.ndarray],
     mistakes: Mistakes,
 ) -> Exercise:
     """One number per rank -> one result, the same on every rank, made of hops; each number makes R - 1 of them."""
@@ -71,7 +71,7 @@ def _counted_often(seen: Seen) -> np.ndarray:
 TOTAL = _on_a_ring(
     "total_of_ring",
     lambda rng, mesh: {"x": 10 + rng.permutation(mesh.size).astype(float)},
-    lambda tensors: {"result": tensors["x"].sum(keepdims=True)},
+    lambda x: x.sum(keepdims=True),
     {
         "Some numbers are counted more than once: the sum that arrives and the sum that you add it to have numbers "
         "in common.\nWhich number is certainly not in the sum that arrives?": _counted_often,
@@ -113,7 +113,7 @@ def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 LARGEST = _on_a_ring(
     "largest",
     _tensors,
-    lambda tensors: {"result": tensors["x"].max(keepdims=True)},
+    lambda x: x.max(keepdims=True),
     {
         "This is the rank's own number: nothing that arrives is compared with it.": own_part,
         "Here all numbers are negative, and your largest so far began at zero. Begin with the rank's own number.": (

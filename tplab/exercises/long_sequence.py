@@ -10,7 +10,8 @@ import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Seen, Tensors, Wrong, bytes_to_gather
-from tplab.exercises.trials import weight
+from tplab.exercises.plain_block import attend, mixed
+from tplab.exercises.slopes import slopes
 from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -26,54 +27,25 @@ def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: rng.standard_normal((3 * mesh.axis_size("cp"), WIDTH)) for name in NAMES}
 
 
-def _scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    return q @ k.T / np.sqrt(q.shape[-1])
-
-
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sees: np.ndarray | bool = True) -> np.ndarray:
-    """q [.., n, d], k, v [.., m, d], sees [n, m]: whether a query sees a key   ->   o [.., n, d], 0 if it sees none"""
-    scores = np.where(sees, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
-    highest = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
-    return weights @ v / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-
-
 # --- the gradients -------------------------------------------------------------------------------------------------
 
 
-def _with_gradients(tensors: Tensors) -> Tensors:
-    """Attention without a mask, and the gradients of sum(o * weight(o))."""
-    q, k, v = (tensors[name] for name in NAMES)
-    o = attend(q, k, v)
-    dq, dk, dv = _tile_gradients(tensors, q, k, v, weight(o))
-    return {"o": o, "dq": dq, "dk": dk, "dv": dv}
+def _tile(seen: Seen, query: int, key: int) -> np.ndarray:
+    """The term of dq or dk from the tile of rank `query`'s queries and rank `key`'s keys."""
+    q, k, v = seen.tensors.values()
+    place, name = np.arange(len(q)) // len(seen.own["q"]), seen.result.removeprefix("d")
+    tile = (place[:, None] == query) & (place == key)
+
+    def through(one: np.ndarray) -> np.ndarray:
+        other = {**seen.tensors, name: one}
+        return mixed(np.where(tile, other["q"] @ other["k"].mT, q @ k.mT) / np.sqrt(WIDTH), v)
+
+    return seen.parts(slopes(through, seen.tensors[name]))[query if name == "q" else key]
 
 
-def _tile_gradients(
-    whole: Tensors, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, rows: slice = slice(None)
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Terms of dq, dk and dv from the tile of queries q (`rows` of the whole) and keys k. do [n, d] belongs to q."""
-    scores = _scores(whole["q"], whole["k"])[rows]
-    highest = scores.max(-1, keepdims=True)
-    lse = highest + np.log(np.exp(scores - highest).sum(-1, keepdims=True))
-    o = attend(whole["q"], whole["k"], whole["v"])[rows]
-    p = np.exp(_scores(q, k) - lse)
-    ds = p * (do @ v.T - (do * o).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
-    return ds @ k, ds.T @ q, p.T @ do
-
-
-def _tile(seen: Seen, query: int, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The terms of dq, dk and dv from the tile of rank `query`'s queries and rank `key`'s keys."""
-    size = len(seen.own["q"])
-    rows, others = (slice(rank * size, (rank + 1) * size) for rank in (query, key))
-    q, k, v = (seen.tensors[name] for name in NAMES)
-    do = weight(attend(q, k, v))[rows]
-    return _tile_gradients(seen.tensors, q[rows], k[others], v[others], do, rows)
-
-
-def _sum_of_tiles(seen: Seen, tiles: Callable[[int, int], tuple[int, int]], which: int) -> np.ndarray:
+def _sum_of_tiles(tiles: Callable[[int, int], tuple[int, int]]) -> Wrong:
     """The sum, over the ranks j of a ring, of the terms from tile `tiles(this rank, j)` = (query, key)."""
-    return np.sum([_tile(seen, *tiles(seen.index, j))[which] for j in range(seen.size)], 0)
+    return lambda seen: np.sum([_tile(seen, *tiles(seen.index, j)) for j in range(seen.size)], 0)
 
 
 _STALE = (
@@ -100,7 +72,7 @@ GRADIENTS = Exercise(
     name="attention",
     tensors=_tensors,
     specs=dict.fromkeys(NAMES, TOKENS),
-    plain=_with_gradients,
+    plain=attend,
     results={"o": TOKENS},
     gradients=NAMES,
     not_with=LIBRARY,
@@ -113,14 +85,14 @@ GRADIENTS = Exercise(
     meshes=MESHES,
     mistakes={
         "dq": {
-            _STALE: lambda seen: _sum_of_tiles(seen, lambda me, _: (me, me), 0),
-            _LOCAL: lambda seen: _tile(seen, seen.index, seen.index)[0],
+            _STALE: _sum_of_tiles(lambda me, _: (me, me)),
+            _LOCAL: lambda seen: _tile(seen, seen.index, seen.index),
         },
         "dk": {
-            _STALE: lambda seen: _sum_of_tiles(seen, lambda _, j: (j, j), 1),
-            _AT_HOME: lambda seen: _sum_of_tiles(seen, lambda me, j: (me, j), 1),
+            _STALE: _sum_of_tiles(lambda _, j: (j, j)),
+            _AT_HOME: _sum_of_tiles(lambda me, j: (me, j)),
             _SHORT: tuple(lambda seen, hops=hops: _on_its_way(seen, hops) for hops in (1, -1)),
-            "dk and dv are exchanged.": lambda seen: seen.part(_with_gradients(seen.tensors)["dv"]),
+            "dk and dv are exchanged.": lambda seen: seen.part(seen.exercise.right("dv", seen.tensors)),
         },
     },
     reminders={
@@ -185,11 +157,6 @@ def _held(answer: Answer, num_ranks: int, num_passes: int = 1) -> list[float]:
 # --- the causal ring -----------------------------------------------------------------------------------------------
 
 
-def _causal(tensors: Tensors) -> Tensors:
-    q, k, v = (tensors[name] for name in NAMES)
-    return {"o": attend(q, k, v, np.tri(len(q), dtype=bool))}
-
-
 Tile = tuple[int, bool]
 """(the rank whose k and v a tile uses, whether the tile is cut to a triangle)."""
 
@@ -219,7 +186,7 @@ CAUSAL = Exercise(
     name="causal_ring",
     tensors=_tensors,
     specs=dict.fromkeys(NAMES, TOKENS),
-    plain=_causal,
+    plain=lambda q, k, v: attend(q, k, v, np.tri(len(q), dtype=bool)),
     results={"o": TOKENS},
     not_with=LIBRARY,
     by_hand="hops (`ring_shift`)",

@@ -8,16 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, grade
-from tplab.exercises.exercise import (
-    Exercise,
-    Framework,
-    Seen,
-    Tensors,
-    Wrong,
-    added_over,
-    bytes_of_a_sum,
-    own_part,
-)
+from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors, Wrong, added_over, bytes_of_a_sum, own_part
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
     TOLERANCE,
@@ -25,25 +16,15 @@ from tplab.exercises.plain_block import (
     causal_attention,
     gelu_mlp,
     one_norm,
-    own_weights,
     rms_norm,
 )
+from tplab.exercises.slopes import slopes, weight
 from tplab.exercises.split_a_layer import APART, OF_A_BIAS
-from tplab.exercises.trials import weight
 from tplab.sharding import P
 
 ROWS = P("tp")
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
-
-
-def _down(tensors: Tensors) -> Tensors:
-    """y = hidden @ b + bias, and the gradients of sum(y * weight)."""
-    hidden, b, bias = (tensors[name] for name in ("hidden", "b", "bias"))
-    y = hidden @ b + bias
-    dy = weight(y)
-    db = np.tensordot(hidden, dy, ([0, 1], [0, 1]))
-    return {"y": y, "dhidden": dy @ b.T, "db": db, "dbias": dy.sum((0, 1))}
 
 
 def _mean(seen: Seen) -> np.ndarray:
@@ -59,7 +40,7 @@ DOWN = Exercise(
         "bias": np.array([10.0, 20.0, 30.0, 40.0]),
     },
     specs={"hidden": P(None, None, "tp"), "b": ROWS, "bias": P()},
-    plain=_down,
+    plain=lambda hidden, b, bias: hidden @ b + bias,
     results={"y": P()},
     gradients=("hidden", "b", "bias"),
     mistakes={
@@ -78,7 +59,7 @@ DOWN = Exercise(
             APART: added_over(2),
         },
     },
-    fewest=lambda mesh, tensors: bytes_of_a_sum(_down(tensors)["y"], mesh),
+    fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["hidden"] @ tensors["b"], mesh),
     divided="tp",
     not_with=("RowParallelLinear",),
 )
@@ -95,21 +76,24 @@ def check_down(fn: Callable[..., Any], framework: Framework = "torch") -> Verdic
 # --- a block with one norm -----------------------------------------------------------------------------------------
 
 
-def _two_norms(tensors: Tensors) -> np.ndarray:
+def _two_norms(seen: Seen) -> np.ndarray:
     """The result if the MLP reads the sum of x and attention."""
-    x = tensors["x"]
-    x = x + causal_attention(rms_norm(x, tensors["scale"])[0], tensors)[0]
-    return x + gelu_mlp(rms_norm(x, tensors["scale"])[0], tensors)[0]
+    x, scale, *heads, a, b = seen.tensors.values()
+    x = x + causal_attention(rms_norm(x, scale), *heads)
+    return x + gelu_mlp(rms_norm(x, scale), a, b)
+
+
+def _through(tensors: Tensors, path: str) -> np.ndarray:
+    """The part of dx that comes through attention, or through the MLP."""
+    x, scale, *heads, a, b = tensors.values()
+    if path == "attention":
+        return slopes(lambda one: causal_attention(rms_norm(one, scale), *heads), x)
+    return slopes(lambda one: gelu_mlp(rms_norm(one, scale), a, b), x)
 
 
 def _one_way(summed: str, alone: str) -> Wrong:
     """The mistake of adding up the gradients of only one of the paths from h, through attention or the MLP."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        whole, own = one_norm(seen.tensors), own_weights(seen)
-        return whole["residual"] + whole[f"through {summed}"] + own[f"through {alone}"]
-
-    return wrong
+    return lambda seen: weight(seen.want) + _through(seen.tensors, summed) + _through(seen.own, alone)
 
 
 PARALLEL_BLOCK = Exercise(
@@ -126,11 +110,11 @@ PARALLEL_BLOCK = Exercise(
             "hidden features.": lambda seen: seen.want + (seen.size - 1) * seen.own["x"],
             "x itself is missing: y = x + ...": lambda seen: seen.want - seen.own["x"],
             "In your block the MLP reads what attention has written. In this exercise both read the same "
-            "h.": lambda seen: _two_norms(seen.tensors),
+            "h.": _two_norms,
         },
         "dx": {
             "This is this rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do "
-            "that?": lambda seen: own_weights(seen)["dx"],
+            "that?": own_part,
             "The gradient of the residual is added up as well, although it is the same on every rank. f belongs where "
             "divided work begins, after the norm.": lambda seen: seen.want + (seen.size - 1) * weight(seen.want),
             "y is right, but the gradient of the residual is R times too small: each rank adds 1/R of x, and receives "
@@ -149,7 +133,7 @@ PARALLEL_BLOCK = Exercise(
         },
         "dscale": {
             "y and dx are right, but the gradient of scale is this rank's own part, because f is before the norm.\n"
-            "Put f after the norm.": lambda seen: own_weights(seen)["dscale"],
+            "Put f after the norm.": own_part,
         },
     },
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),

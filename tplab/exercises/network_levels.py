@@ -10,7 +10,8 @@ import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Seen
-from tplab.exercises.trials import trials, weight
+from tplab.exercises.slopes import weight
+from tplab.exercises.trials import trials
 from tplab.exercises.verdict import on, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -27,7 +28,7 @@ GATHER_ALL = Exercise(
     name="gather_all",
     tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.size, 2 + mesh.axis_size("gpu"))).astype(float)},
     specs={"x": P(("node", "gpu"))},
-    plain=lambda tensors: {"y": tensors["x"]},
+    plain=lambda x: x,
     results={"y": P()},
     is_precise=True,
     meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),

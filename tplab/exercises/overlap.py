@@ -13,7 +13,7 @@ from tplab.cost.kernels import matmul_flops
 from tplab.exercises.check import Answer, Verdict, grade
 from tplab.exercises.drawn import Timed
 from tplab.exercises.exercise import Exercise, Seen, Tensors
-from tplab.exercises.trials import weight
+from tplab.exercises.slopes import weight
 from tplab.exercises.verdict import Refused, on
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -33,14 +33,6 @@ MOST_WORK = 1.2
 def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     size = 2 * mesh.axis_size("tp")
     return {"x": rng.integers(-3, 4, (3, size)).astype(float), "w": rng.integers(-3, 4, (2 * size, size)).astype(float)}
-
-
-def _plain(tensors: Tensors) -> Tensors:
-    """y = x @ w.T, and the gradients of sum(y * weight)."""
-    x, w = tensors["x"], tensors["w"]
-    y = x @ w.T
-    dy = weight(y)
-    return {"y": y, "dx": dy @ w, "dw": dy.T @ x}
 
 
 def _pieces_times(seen: Seen, columns: Callable[[int], int]) -> np.ndarray:
@@ -71,7 +63,7 @@ GATHER = Exercise(
     name="gather_product",
     tensors=_tensors,
     specs={"x": FEATURES, "w": ROWS},
-    plain=_plain,
+    plain=lambda x, w: x @ w.mT,
     results={"y": FEATURES},
     gradients=("x", "w"),
     is_precise=True,
@@ -96,7 +88,7 @@ SCATTER = Exercise(
     name="product_scatter",
     tensors=_tensors,
     specs={"x": FEATURES, "w": COLUMNS},
-    plain=_plain,
+    plain=lambda x, w: x @ w.mT,
     results={"y": FEATURES},
     gradients=("x", "w"),
     is_precise=True,
@@ -114,7 +106,9 @@ SCATTER = Exercise(
         },
         "dx": {
             "This is what comes back from this rank's own part of y alone. The other ranks' parts depend on its x, "
-            "too.": lambda seen: seen.part(weight(_plain(seen.tensors)["y"]), 1) @ seen.part(seen.own["w"]),
+            "too.": lambda seen: (
+                seen.part(weight(seen.tensors["x"] @ seen.tensors["w"].T), 1) @ seen.part(seen.own["w"])
+            ),
         },
     },
     meshes=MESHES,

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Mistakes, Seen, Tensors, Wrong, added_up_again
-from tplab.exercises.trials import weight
+from tplab.exercises.exercise import Exercise, Mistakes, Seen, Wrong, added_up_again
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.units import counted
@@ -25,35 +24,17 @@ def _stage(w: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.tanh(x @ w + 0.1)
 
 
-def _plain(tensors: Tensors) -> Tensors:
-    """ys = ... stage(w[1], stage(w[0], xs)) ..., and the gradient of sum(ys * weight)."""
-    w, xs = tensors["w"], tensors["xs"]
-    kept = [xs]
-    for one in w:
-        kept.append(_stage(one, kept[-1]))
-    dw, dy = np.zeros_like(w), weight(kept[-1])
-    for place in reversed(range(len(w))):
-        du = dy * (1 - kept[place + 1] ** 2)
-        dw[place] = np.tensordot(kept[place], du, ([0, 1], [0, 1]))
-        dy = du @ w[place].T
-    return {"ys": kept[-1], "dw": dw}
-
-
-def _whole(seen: Seen, num_stages: int) -> np.ndarray:
-    """The output of the first `num_stages` stages."""
-    x = seen.tensors["xs"]
-    for one in seen.tensors["w"][:num_stages]:
-        x = _stage(one, x)
-    return x
+def _plain(w: np.ndarray, xs: np.ndarray) -> np.ndarray:
+    """... stage(w[1], stage(w[0], xs)) ..."""
+    for place in range(w.shape[-3]):
+        xs = _stage(w[..., place, :, :], xs)
+    return xs
 
 
 def _of_zeros(seen: Seen) -> np.ndarray:
     """The last rank's outputs before the first microbatch arrives: zeros that have passed through 1, 2, ... stages."""
     w, zeros = seen.tensors["w"], np.zeros_like(seen.want)[: len(seen.tensors["w"]) - 1]
-    for tick in range(len(zeros)):
-        for one in w[len(w) - 1 - tick :]:
-            zeros[tick] = _stage(one, zeros[tick])
-    return zeros
+    return np.array([_plain(w[len(w) - 1 - tick :], one) for tick, one in enumerate(zeros)]).reshape(zeros.shape)
 
 
 def _too_early(seen: Seen) -> np.ndarray:
@@ -87,7 +68,9 @@ def _ended(seen: Seen) -> np.ndarray:
 def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
     """A rank's outputs in the last rank's ticks: rank r is `last - r` microbatches ahead, then repeats the last."""
     ahead = seen.size - 1 - rank
-    return _whole(seen, rank + 1)[np.minimum(np.arange(MICROBATCHES) + ahead, MICROBATCHES - 1)]
+    return _plain(seen.tensors["w"][: rank + 1], seen.tensors["xs"])[
+        np.minimum(np.arange(MICROBATCHES) + ahead, MICROBATCHES - 1)
+    ]
 
 
 def _of_all_ranks(seen: Seen) -> np.ndarray:
@@ -238,12 +221,9 @@ ROUNDS = 2
 Choice = Callable[[int, int, int, int], int]
 
 
-def _around(tensors: Tensors) -> Tensors:
+def _around(w: np.ndarray, xs: np.ndarray) -> np.ndarray:
     """Stage r + round * R is w[r, round]: each round takes every microbatch through all R ranks."""
-    w = tensors["w"]
-    in_order = np.concatenate([w[:, number] for number in range(ROUNDS)])
-    whole = _plain({"w": in_order, "xs": tensors["xs"]})
-    return {"ys": whole["ys"], "dw": np.stack(np.split(whole["dw"], ROUNDS), axis=1)}
+    return _plain(np.concatenate([w[..., number, :, :] for number in range(ROUNDS)], axis=-3), xs)
 
 
 def _with(choice: Choice) -> Wrong:
@@ -264,7 +244,7 @@ def _with(choice: Choice) -> Wrong:
 
 def _once(seen: Seen, number: int, times: int = 1) -> np.ndarray:
     """The outputs of one round alone, which begins with `times` xs."""
-    return _plain({"w": seen.tensors["w"][:, number], "xs": times * seen.tensors["xs"]})["ys"]
+    return _plain(seen.tensors["w"][:, number], times * seen.tensors["xs"])
 
 
 def _last_round_of_the_last(seen: Seen) -> np.ndarray:
@@ -312,7 +292,7 @@ LOOP = Exercise(
                 lambda number, k, rank, ranks: 1 - number
             ),
             "Each rank has run both of its stages in one tick. Between them, a microbatch goes around the "
-            "ring.": lambda seen: _plain({**seen.tensors, "w": seen.tensors["w"].reshape(-1, WIDTH, WIDTH)})["ys"],
+            "ring.": lambda seen: _plain(seen.tensors["w"].reshape(-1, WIDTH, WIDTH), seen.tensors["xs"]),
             "Rank r begins its second round r ticks later than rank 0, but all ranks have changed to their second\n"
             "matrix in the same tick.": _with(
                 lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)

@@ -19,7 +19,7 @@ from tplab.exercises.exercise import (
     bytes_of_a_sum,
     own_part,
 )
-from tplab.exercises.trials import weight
+from tplab.exercises.slopes import slopes
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -43,18 +43,17 @@ def finite_differences(loss: Callable[[np.ndarray], float], x: np.ndarray, step:
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
 
-def _two_layers(tensors: Tensors, **changed: np.ndarray) -> float:
-    t = {**tensors, **changed}
-    return float(((np.tanh(t["x"] @ t["a"]) @ t["b"] - t["target"]) ** 2).sum())
+def _slopes(x: np.ndarray, a: np.ndarray, b: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, ...]:
+    """da, db and dx from finite differences, since a formula could share the learner's mistake."""
 
+    def loss(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
+        return float(((np.tanh(x @ a) @ b - target) ** 2).sum())
 
-def _slopes(tensors: Tensors) -> Tensors:
-    """The gradients from finite differences, since a formula could share the learner's mistake."""
-    return {
-        "da": finite_differences(lambda a: _two_layers(tensors, a=a), tensors["a"]),
-        "db": finite_differences(lambda b: _two_layers(tensors, b=b), tensors["b"]),
-        "dx": finite_differences(lambda x: _two_layers(tensors, x=x), tensors["x"]),
-    }
+    return (
+        finite_differences(lambda one: loss(x, one, b), a),
+        finite_differences(lambda one: loss(x, a, one), b),
+        finite_differences(lambda one: loss(one, a, b), x),
+    )
 
 
 def _formulas(seen: Seen, dz: Callable[[np.ndarray, np.ndarray], np.ndarray], whole: bool = True) -> Tensors:
@@ -136,13 +135,6 @@ def check_backward(fn: Callable[..., Any], framework: Framework = "torch") -> Ve
 # --- a bias, once --------------------------------------------------------------------------------------------------
 
 
-def _row_linear(tensors: Tensors) -> Tensors:
-    """y = x @ w + bias, and the gradients of sum(y * weight)."""
-    y = tensors["x"] @ tensors["w"] + tensors["bias"]
-    dy = weight(y)
-    return {"y": y, "dw": tensors["x"].T @ dy, "dbias": dy.sum(0)}
-
-
 def _columns_of_x(seen: Seen, index: int) -> np.ndarray:
     """The columns of x for the rows of w that the rank at `index` holds."""
     width = len(seen.own["w"])
@@ -182,7 +174,7 @@ ROW_LINEAR = Exercise(
         "bias": np.array([10.0, 20.0, 30.0, 40.0]),
     },
     specs={"x": P(), "w": ROWS, "bias": P()},
-    plain=_row_linear,
+    plain=lambda x, w, bias: x @ w + bias,
     results={"y": P()},
     gradients=("w", "bias"),
     mistakes={
@@ -222,29 +214,24 @@ def check_row_linear(fn: Callable[..., Any], framework: Framework = "torch") -> 
 # --- a gated layer -------------------------------------------------------------------------------------------------
 
 
-def _gated(tensors: Tensors) -> Tensors:
-    """z = (silu(x @ a) * (x @ c)) @ b, and the gradients of sum(z * weight)."""
-    x, a, c, b = (tensors[name] for name in "xacb")
-    u, v = x @ a, x @ c
-    gate = 1 / (1 + np.exp(-u))
-    y = u * gate * v
-    z = y @ b
-    dz = weight(z)
-    dy = dz @ b.T
-    du, dv = dy * v * gate * (1 + u * (1 - gate)), dy * u * gate
-    by_a, by_c = du @ a.T, dv @ c.T
-    weights = {"da": x.T @ du, "dc": x.T @ dv, "db": y.T @ dz}
-    return {"z": z, "dx": by_a + by_c, **weights, "dx through a": by_a, "dx through c": by_c}
+def _gated(x: np.ndarray, a: np.ndarray, c: np.ndarray, b: np.ndarray, for_c: np.ndarray | None = None) -> np.ndarray:
+    """(silu(x @ a) * (x @ c)) @ b. `for_c` is an x for c alone."""
+    u = x @ a
+    return u / (1 + np.exp(-u)) * ((x if for_c is None else for_c) @ c) @ b
+
+
+def _through(way: str, x: np.ndarray, a: np.ndarray, c: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The part of dx that comes through a, or through c."""
+    return slopes(lambda one: _gated(one, a, c, b, x) if way == "a" else _gated(x, a, c, b, one), x)
 
 
 def _one_way(summed: str, alone: str) -> Mistakes:
     """The mistake of adding up the gradients of only one of the paths from x, through a or c."""
-    hint = f"The gradients that come through {summed} are added up, but x also goes through {alone}."
-
-    def wrong(seen: Seen) -> np.ndarray:
-        return _gated(seen.tensors)[f"dx through {summed}"] + _gated(seen.own)[f"dx through {alone}"]
-
-    return {hint: wrong}
+    return {
+        f"The gradients that come through {summed} are added up, but x also goes through {alone}.": (
+            lambda seen: _through(summed, *seen.tensors.values()) + _through(alone, *seen.own.values())
+        )
+    }
 
 
 GATED = Exercise(
@@ -274,7 +261,7 @@ GATED = Exercise(
         },
         **{f"d{name}": {APART: added_over(0 if name == "b" else 1)} for name in "acb"},
     },
-    fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
+    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),
     excess=(
         "Two sums will do: one forward, of the ranks' terms of z, and one backward, of their parts of dx. So x passes "
         "through one f, and what comes out through one g."

@@ -12,6 +12,7 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Exercise, Framework, Tensors
+from tplab.exercises.slopes import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
 from tplab.trace.trace import Trace
@@ -31,7 +32,7 @@ def trials(
 ) -> Iterator[Trial]:
     """Yield a trial with the results, then one with the gradients, so that a wrong result is reported as such."""
     specs = tuple(exercise.specs[key] for key in tensors)
-    right = exercise.plain(tensors)
+    right = {name: exercise.right(name, tensors) for name in (*exercise.results, *exercise.also)}
     damage: list[str] = []
     followed: list[weakref.ref[Any]] = []  # the arguments that require gradients; autograd's graph keeps them alive
 
@@ -94,11 +95,6 @@ def _strange(returned: Any, results: tuple[Any, ...], num_also: int, num: int, f
     if framework == "torch" and any(isinstance(result, np.ndarray) for result in results):
         return "a NumPy array; leave it a tensor"
     return ""
-
-
-def weight(result: np.ndarray) -> np.ndarray:
-    """The weights of a result's entries in the loss: no two of them are equal, and none is zero."""
-    return np.cos(np.arange(result.size)).reshape(result.shape)
 
 
 def run_of(framework: Framework) -> Callable[..., Any]:

@@ -19,8 +19,8 @@ from tplab.exercises.exercise import (
     added_up_again,
     bytes_of_a_sum,
 )
+from tplab.exercises.slopes import weight
 from tplab.exercises.split_a_layer import APART
-from tplab.exercises.trials import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -30,13 +30,9 @@ ENTRIES = P(None, "tp")  # of logits [tokens, vocabulary]
 # --- the bug: the loss ------------------------------------------------------------------------------------------------
 
 
-def _token_loss(tensors: Tensors) -> Tensors:
-    logits, ids = tensors["logits"], tensors["ids"]
+def _token_loss(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
     z = logits - logits.max(-1, keepdims=True)
-    total = np.exp(z).sum(-1)
-    loss = np.log(total) - z[np.arange(len(ids)), ids]
-    one_hot = ids[:, None] == np.arange(logits.shape[-1])
-    return {"loss": loss, "dlogits": (np.exp(z) / total[:, None] - one_hot) * weight(loss)[:, None]}
+    return np.log(np.exp(z).sum(-1)) - z[..., np.arange(len(ids)), ids]
 
 
 def _token_loss_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -160,19 +156,17 @@ TOKEN_LOSS = Exercise(
             "instead.": _own_label,
             "The sums of exponentials are on one scale, but from the logit of the right entry, its rank's own maximum\n"
             "is subtracted. Subtract the same number there.": _rescaled_sums_alone,
-            "exp of a large logit overflows, and the second token has logits of about 1000. Subtract the largest logit "
-            "first.": _without_maximum,
-            "exp overflows for the first token and for the last, whose large logits are all on one rank: the mean of\n"
-            "the ranks' maxima, or the smallest of them, is not large enough. Subtract the largest of the "
-            "maxima.": _subtracting(lambda maxima: maxima.mean(0)),
-            "The maximum is subtracted inside the sum of exponentials, but not from the logit of the right "
-            "entry.": _maximum_in_one_place,
             "The ranks that do not have the right entry add some other logit to that of the right entry. They "
             "should add 0.": (
                 _label_of_every_rank(lambda at, n: 0 * at),
                 _label_of_every_rank(lambda at, n: at % n),
                 _label_of_every_rank(lambda at, n: np.clip(at, 0, n - 1)),
             ),
+            "exp of a large logit overflows, and the second token has logits of about 1000. Subtract the largest logit "
+            "first.": _without_maximum,
+            "exp overflows for the first token and for the last, whose large logits are all on one rank: the mean of\n"
+            "the ranks' maxima, or the smallest of them, is not large enough. Subtract the largest of the "
+            "maxima.": _subtracting(lambda maxima: maxima.mean(0)),
             "The loss of one token is infinite. Its large logits are all on one rank: exp overflows if another\n"
             "rank's maximum is subtracted, and after exp, the logarithm of an unlikely entry is log 0. Subtract\n"
             "the largest of all ranks' maxima, and take the logarithm of the sum only.": (
@@ -184,6 +178,8 @@ TOKEN_LOSS = Exercise(
                 _subtracting(np.max),
                 _subtracting(lambda maxima: maxima.sum(0)),
             ),
+            "The maximum is subtracted inside the sum of exponentials, but not from the logit of the right "
+            "entry.": _maximum_in_one_place,
         },
         "dlogits": {
             "It is R times too large. The backward pass of all_gather, ring_all_reduce and copy_to adds up the\n"
@@ -271,7 +267,7 @@ MOST_LIKELY = Exercise(
     name="most_likely",
     tensors=_most_likely_tensors,
     specs={"logits": ENTRIES},
-    plain=lambda tensors: {"ids": tensors["logits"].argmax(-1)},
+    plain=lambda logits: logits.argmax(-1),
     results={"ids": P()},
     mistakes={
         "ids": {

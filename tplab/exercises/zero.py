@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
 from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors, Wrong, bytes_of_a_sum, bytes_to_gather
-from tplab.exercises.trials import weight
+from tplab.exercises.slopes import slopes, weight
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -27,14 +27,9 @@ def _step_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: rng.normal(size=size) for name, size in sizes.items()}
 
 
-def _gradients(tensors: Tensors) -> np.ndarray:
-    """Every rank's gradient: [ranks, D, F]."""
-    return tensors["dw"].reshape(-1, *tensors["w"].shape)
-
-
-def _stepped(tensors: Tensors, times: float = 1) -> Tensors:
-    m = DECAY * tensors["m"] + times * _gradients(tensors).mean(0)
-    return {"w": tensors["w"] - RATE * m, "m": m}
+def _stepped(w: np.ndarray, dw: np.ndarray, m: np.ndarray, times: float = 1, decay: float = DECAY) -> tuple[Any, Any]:
+    m = decay * m + times * dw.reshape(-1, *w.shape).mean(0)
+    return w - RATE * m, m
 
 
 def _stale(seen: Seen) -> np.ndarray:
@@ -44,16 +39,10 @@ def _stale(seen: Seen) -> np.ndarray:
     return np.concatenate(whole)
 
 
-def _with_decay(decay: float) -> Wrong:
-    """A step in which the momentum of before is multiplied by another number."""
-    return lambda seen: seen.tensors["w"] - RATE * (decay * seen.tensors["m"] + _gradients(seen.tensors).mean(0))
-
-
 def _each_its_own(seen: Seen) -> np.ndarray:
     """All rows are new, but each rank's are stepped with its own gradient."""
-    gradients, owner = _gradients(seen.tensors), np.repeat(np.arange(seen.size), len(seen.own["m"]))
-    m = DECAY * seen.tensors["m"] + gradients[owner, np.arange(len(owner))]
-    return seen.tensors["w"] - RATE * m
+    w, dw, m = (seen.parts(array) for array in seen.tensors.values())
+    return np.concatenate([_stepped(w[r], seen.parts(dw[r])[r], m[r])[0] for r in range(seen.size)])
 
 
 STEP = Exercise(
@@ -72,12 +61,14 @@ STEP = Exercise(
             "Each rank steps its rows with its own gradient. It needs the mean of all ranks' gradients for these "
             "rows.": _each_its_own,
             "The gradients of all ranks were added up, so the step is too long: take their mean.": lambda seen: (
-                _stepped(seen.tensors, seen.size)["w"]
+                _stepped(*seen.tensors.values(), times=seen.size)[0]
             ),
             "Every row takes only 1/dp of its step. If you take the mean of all ranks' w: only one of them has stepped "
             "a row.": lambda seen: seen.tensors["w"] + (seen.want - seen.tensors["w"]) / seen.size,
-            "This step leaves out the momentum of before.": _with_decay(0),
-            "The momentum of before is multiplied by 0.9 first.": _with_decay(1),
+            "This step leaves out the momentum of before.": lambda seen: _stepped(*seen.tensors.values(), decay=0)[0],
+            "The momentum of before is multiplied by 0.9 first.": lambda seen: _stepped(
+                *seen.tensors.values(), decay=1
+            )[0],
             "w is stepped with the momentum of before this step. First compute the new m.": lambda seen: (
                 seen.tensors["w"] - RATE * seen.tensors["m"]
             ),
@@ -114,27 +105,15 @@ def _layer_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {"x": rng.normal(size=(2 * width, width)), "piece": rng.normal(size=2 * width * width)}
 
 
-def _layer(tensors: Tensors) -> Tensors:
-    x = tensors["x"]
-    a, b = tensors["piece"].reshape(2, x.shape[1], x.shape[1])
-    h = x @ a
-    y = np.maximum(h, 0) @ b
-    dy = weight(y)
-    return {"y": y, **_layer_gradients(x, a, b, h, dy)}
-
-
-def _layer_gradients(x: np.ndarray, a: np.ndarray, b: np.ndarray, h: np.ndarray, dy: np.ndarray) -> Tensors:
-    dh = (dy @ b.T) * (h > 0)
-    db = np.maximum(h, 0).T @ dy
-    return {"dx": dh @ a.T, "dpiece": np.concatenate([(x.T @ dh).ravel(), db.ravel()])}
+def _layer(x: np.ndarray, piece: np.ndarray) -> np.ndarray:
+    a, b = np.moveaxis(piece.reshape(*piece.shape[:-1], 2, x.shape[-1], x.shape[-1]), -3, 0)
+    return np.maximum(x @ a, 0) @ b
 
 
 def _own_rows_only(seen: Seen) -> np.ndarray:
     """This rank's piece of the gradient from only its own rows of the batch."""
-    x = seen.tensors["x"]
-    a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
-    own, dy = seen.own["x"], seen.part(weight(x))
-    return seen.part(_layer_gradients(own, a, b, own @ a, dy)["dpiece"])
+    weights = seen.part(weight(seen.tensors["x"]))  # y has the same shape
+    return seen.part(slopes(lambda piece: _layer(seen.own["x"], piece), seen.tensors["piece"], weights))
 
 
 def _with(matrices: Callable[[np.ndarray, int, int], np.ndarray], relu: bool = True) -> Wrong:
