@@ -24,7 +24,7 @@ _real_erf = np.vectorize(math.erf, otypes=[float])
 
 def _erf(u: np.ndarray) -> np.ndarray:
     """erf, also where `slopes` has taken its steps, in each of which the real parts are the same."""
-    real = u.real[:1] if np.iscomplexobj(u) else u
+    real = np.real(u[:1]) if np.iscomplexobj(u) else u
     return _real_erf(real) + (u - real) * 2 / math.sqrt(math.pi) * np.exp(-(real**2))
 
 

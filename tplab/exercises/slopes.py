@@ -17,4 +17,4 @@ def slopes(of: Callable[[np.ndarray], np.ndarray], x: np.ndarray, weights: np.nd
     entry of x, all at once, and exact to rounding. Squire and Trapp 1998."""
     tiny, weights = 1e-30, weight(of(x)) if weights is None else weights
     steps = x + 1j * tiny * np.eye(x.size).reshape(-1, *(1,) * (6 - x.ndim), *x.shape)
-    return (of(steps).imag.reshape(x.size, -1) @ weights.ravel() / tiny).reshape(x.shape)
+    return (np.imag(of(steps)).reshape(x.size, -1) @ weights.ravel() / tiny).reshape(x.shape)

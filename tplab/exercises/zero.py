@@ -27,7 +27,7 @@ def _step_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: rng.normal(size=size) for name, size in sizes.items()}
 
 
-def _stepped(w: np.ndarray, dw: np.ndarray, m: np.ndarray, times: float = 1, decay: float = DECAY) -> tuple[Any, Any]:
+def _stepped(w: Any, dw: Any, m: Any, *, times: float = 1, decay: float = DECAY) -> tuple[Any, Any]:
     m = decay * m + times * dw.reshape(-1, *w.shape).mean(0)
     return w - RATE * m, m
 
