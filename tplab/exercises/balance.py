@@ -69,8 +69,9 @@ def _with(places: Places) -> Wrong:
     """The mistake of rotating q and k by these positions."""
 
     def wrong(seen: Seen) -> np.ndarray:
-        size = seen.tensors["q"].shape[2]
-        return seen.part(_rotated(*seen.tensors.values(), _order(size, seen.size), places(size, seen.size)), 2)
+        q, k, v = seen.tensors.values()
+        size = q.shape[2]
+        return seen.part(_rotated(q, k, v, _order(size, seen.size), places(size, seen.size)), 2)
 
     return wrong
 
