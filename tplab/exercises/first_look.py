@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import RING, Exercise, Framework, Mistakes, Seen, Tensors, own_part
+from tplab.exercises.exercise import RING, Exercise, Framework, Seen, Tensors, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -36,27 +37,6 @@ SEVEN = (
 )
 
 
-def _on_a_ring(
-    name: str,
-    tensors: Callable[[np.random.Generator, Mesh], Tensors],
-    plain: Callable[[np.ndarray], np.ndarray],
-    mistakes: Mistakes,
-) -> Exercise:
-    """One number per rank -> one result, the same on every rank, made of hops; each number makes R - 1 of them."""
-    return Exercise(
-        name=name,
-        tensors=tensors,
-        specs={"x": P("ring")},
-        plain=plain,
-        results={"result": P()},
-        mistakes={"result": mistakes},
-        meshes=MESHES,
-        by_hand="`ring_shift`, one hop at a time",
-        not_with=RING,
-        fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,
-    )
-
-
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
 
@@ -68,20 +48,30 @@ def _counted_often(seen: Seen) -> np.ndarray:
     return sums[[seen.index]]
 
 
-TOTAL = _on_a_ring(
-    "total_of_ring",
-    lambda rng, mesh: {"x": 10 + rng.permutation(mesh.size).astype(float)},
-    lambda x: x.sum(keepdims=True),
-    {
-        "Some numbers are counted more than once: the sum that arrives and the sum that you add it to have numbers "
-        "in common.\nWhich number is certainly not in the sum that arrives?": _counted_often,
-        "This is the rank's own number: nothing that arrives is added to it.": own_part,
-        "The same number arrives in every hop: each rank sends its own again. Pass on the number that has just "
-        "arrived.": lambda seen: seen.own["x"] + (seen.size - 1) * _met(seen, 1)[-1:],
-        TOO_FEW: lambda seen: _met(seen, seen.size - 2).sum(keepdims=True),
-        SEVEN: lambda seen: _met(seen, 7).sum(keepdims=True),
-        "The rank's own number is counted twice. Is there one hop too many?": lambda seen: seen.want + seen.own["x"],
-        "This is the number that arrived last. Add up all that arrive.": lambda seen: _met(seen)[-1:],
+TOTAL = Exercise(
+    name="total_of_ring",
+    tensors=lambda rng, mesh: {"x": 10 + rng.permutation(mesh.size).astype(float)},
+    specs={"x": P("ring")},
+    plain=lambda x: x.sum(keepdims=True),
+    results={"result": P()},
+    meshes=MESHES,
+    by_hand="`ring_shift`, one hop at a time",
+    not_with=RING,
+    fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,  # each number makes R - 1 hops
+    mistakes={
+        "result": {
+            "Some numbers are counted more than once: the sum that arrives and the sum that you add it to have numbers "
+            "in common.\nWhich number is certainly not in the sum that arrives?": _counted_often,
+            "This is the rank's own number: nothing that arrives is added to it.": own_part,
+            "The same number arrives in every hop: each rank sends its own again. Pass on the number that has just "
+            "arrived.": lambda seen: seen.own["x"] + (seen.size - 1) * _met(seen, 1)[-1:],
+            TOO_FEW: lambda seen: _met(seen, seen.size - 2).sum(keepdims=True),
+            SEVEN: lambda seen: _met(seen, 7).sum(keepdims=True),
+            "The rank's own number is counted twice. Is there one hop too many?": lambda seen: (
+                seen.want + seen.own["x"]
+            ),
+            "This is the number that arrived last. Add up all that arrive.": lambda seen: _met(seen)[-1:],
+        }
     },
 )
 
@@ -110,30 +100,35 @@ def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 # --- the exercise --------------------------------------------------------------------------------------------------
 
 
-LARGEST = _on_a_ring(
-    "largest",
-    _tensors,
-    lambda x: x.max(keepdims=True),
-    {
-        "This is the rank's own number: nothing that arrives is compared with it.": own_part,
-        "Here all numbers are negative, and your largest so far began at zero. Begin with the rank's own number.": (
-            lambda seen: np.maximum(seen.want, 0)
-        ),
-        TOO_FEW: lambda seen: _met(seen, seen.size - 2).max(keepdims=True),
-        SEVEN: lambda seen: _met(seen, 7).max(keepdims=True),
-        "The rank's own number is missing: this is the largest of those that arrive, and of 0.": (
-            lambda seen: _met(seen)[1:].max(keepdims=True, initial=0)
-        ),
-        "The rank's own number is missing: this is the largest of those that arrive.": (
-            lambda seen: _met(seen)[1:].max(keepdims=True, initial=-np.inf)
-        ),
-        "This is the largest of two numbers. Pass on the number that has just arrived.": (
-            lambda seen: _met(seen, 1).max(keepdims=True)
-        ),
-        "This is the number that arrived last. Compare each one with the largest so far.": lambda seen: _met(seen)[-1:],
-        "This is the sum of the ring. Keep the larger of two numbers (torch.maximum) instead of adding them.": (
-            lambda seen: seen.tensors["x"].sum(keepdims=True)
-        ),
+LARGEST = replace(
+    TOTAL,
+    name="largest",
+    tensors=_tensors,
+    plain=lambda x: x.max(keepdims=True),
+    mistakes={
+        "result": {
+            "This is the rank's own number: nothing that arrives is compared with it.": own_part,
+            "Here all numbers are negative, and your largest so far began at zero. Begin with the rank's own number.": (
+                lambda seen: np.maximum(seen.want, 0)
+            ),
+            TOO_FEW: lambda seen: _met(seen, seen.size - 2).max(keepdims=True),
+            SEVEN: lambda seen: _met(seen, 7).max(keepdims=True),
+            "The rank's own number is missing: this is the largest of those that arrive, and of 0.": (
+                lambda seen: _met(seen)[1:].max(keepdims=True, initial=0)
+            ),
+            "The rank's own number is missing: this is the largest of those that arrive.": (
+                lambda seen: _met(seen)[1:].max(keepdims=True, initial=-np.inf)
+            ),
+            "This is the largest of two numbers. Pass on the number that has just arrived.": (
+                lambda seen: _met(seen, 1).max(keepdims=True)
+            ),
+            "This is the number that arrived last. Compare each one with the largest so far.": lambda seen: _met(seen)[
+                -1:
+            ],
+            "This is the sum of the ring. Keep the larger of two numbers (torch.maximum) instead of adding them.": (
+                lambda seen: seen.tensors["x"].sum(keepdims=True)
+            ),
+        }
     },
 )
 

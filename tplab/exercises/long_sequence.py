@@ -52,15 +52,7 @@ _STALE = (
     "Every tile of the backward pass was computed with this rank's own k and v: `ctx.saved_tensors` has those.\n"
     "k and v do travel around the ring. Which line should use them?"
 )
-_AT_HOME = "The gradients for keys of other ranks were added to this rank's own dk and dv. Whose keys were they?"
-_SHORT = (
-    "These are the gradients for another rank's keys. At every step, dk and dv must be where the keys are that they\n"
-    "belong to. How many hops take them all the way home?"
-)
-
-
 _TRAVEL = "dk and dv travel with the k and v that they belong to. Each rank adds to them what its tile gives."
-_LOCAL = "Only this rank's own tile was computed. Its queries have seen the keys of all ranks."
 
 
 def _on_its_way(seen: Seen, hops: int) -> np.ndarray:
@@ -86,12 +78,19 @@ GRADIENTS = Exercise(
     mistakes={
         "dq": {
             _STALE: _sum_of_tiles(lambda me, _: (me, me)),
-            _LOCAL: lambda seen: _tile(seen, seen.index, seen.index),
+            "Only this rank's own tile was computed. Its queries have seen the keys of all ranks.": lambda seen: _tile(
+                seen, seen.index, seen.index
+            ),
         },
         "dk": {
             _STALE: _sum_of_tiles(lambda _, j: (j, j)),
-            _AT_HOME: _sum_of_tiles(lambda me, j: (me, j)),
-            _SHORT: tuple(lambda seen, hops=hops: _on_its_way(seen, hops) for hops in (1, -1)),
+            "The gradients for keys of other ranks were added to this rank's own dk and dv. Whose keys were "
+            "they?": _sum_of_tiles(lambda me, j: (me, j)),
+            "These are the gradients for another rank's keys. At every step, dk and dv must be where the keys are "
+            "that they\n"
+            "belong to. How many hops take them all the way home?": tuple(
+                lambda seen, hops=hops: _on_its_way(seen, hops) for hops in (1, -1)
+            ),
             "dk and dv are exchanged.": lambda seen: seen.part(seen.exercise.right("dv", seen.tensors)),
         },
     },
@@ -182,17 +181,12 @@ def _parts(seen: Seen) -> list[np.ndarray]:
 WEIGHED = "`merge` weighs them by their log-sum-exps."
 MERGED = "`merge` returns o and its log-sum-exp, and the next merge needs both."
 
-CAUSAL = Exercise(
+CAUSAL = replace(
+    GRADIENTS,
     name="causal_ring",
-    tensors=_tensors,
-    specs=dict.fromkeys(NAMES, TOKENS),
     plain=lambda q, k, v: attend(q, k, v, np.tri(len(q), dtype=bool)),
-    results={"o": TOKENS},
-    not_with=LIBRARY,
-    by_hand="hops (`ring_shift`)",
+    gradients=(),
     fewest=lambda mesh, tensors: 2 * bytes_to_gather(tensors["k"], mesh, "cp"),
-    tolerance=1e-5,
-    meshes=MESHES,
     mistakes={
         "o": {
             "Each token sees all others, later ones too.": _merged(lambda me, num: [(j, False) for j in range(num)]),

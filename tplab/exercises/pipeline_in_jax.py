@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -266,16 +267,14 @@ def _ring(seen: Seen, step: int = 1) -> np.ndarray:
     return np.stack(ys[-len(w) :])
 
 
-LOOP = Exercise(
+LOOP = replace(
+    PIPELINE,
     name="my_loop",
     tensors=lambda rng, mesh: {
         "w": rng.integers(-3, 4, (mesh.axis_size("pp"), ROUNDS, WIDTH, WIDTH)) / 4,
         "xs": rng.integers(-2, 3, (mesh.axis_size("pp"), ROWS, WIDTH)).astype(float),
     },
-    specs={"w": P("pp"), "xs": P()},
     plain=_around,
-    results={"ys": P()},
-    gradients=("w",),
     mistakes={
         "ys": {
             "The second round begins with zeros. In that round, which rank must send to rank 0?": lambda seen: _once(
@@ -309,7 +308,6 @@ LOOP = Exercise(
         },
         "dw": OFTEN,
     },
-    meshes=MESHES,
 )
 
 
