@@ -38,32 +38,14 @@ def _of_zeros(seen: Seen) -> np.ndarray:
     return np.array([_plain(w[len(w) - 1 - tick :], one) for tick, one in enumerate(zeros)]).reshape(zeros.shape)
 
 
-def _too_early(seen: Seen) -> np.ndarray:
-    """The last rank's outputs from tick 0 on."""
-    return np.concatenate([_of_zeros(seen), seen.want])[:MICROBATCHES]
+def _of_ticks(rows: Callable[[np.ndarray, int], np.ndarray]) -> Wrong:
+    """rows(the last rank's outputs in all ticks, the ticks before its first microbatch)."""
 
+    def wrong(seen: Seen) -> np.ndarray:
+        zeros = _of_zeros(seen)
+        return rows(np.concatenate([zeros, seen.want]), len(zeros))
 
-def _clamped(seen: Seen) -> np.ndarray:
-    """The same, but all ticks from m - 1 on are written to the last row, the last microbatch last."""
-    return np.concatenate([_too_early(seen)[:-1], seen.want[-1:]])
-
-
-def _shifted_twice(seen: Seen) -> np.ndarray:
-    """The outputs, shifted down by as many rows as they should be shifted up."""
-    zeros = _of_zeros(seen)
-    return np.concatenate([0 * zeros, zeros, seen.want])[:MICROBATCHES]
-
-
-def _added(seen: Seen) -> np.ndarray:
-    """The outputs if those of zeros are added to the last rows, since a negative index counts from the end."""
-    zeros = _of_zeros(seen)
-    return seen.want + np.concatenate([np.zeros_like(seen.want)[len(zeros) :], zeros])
-
-
-def _ended(seen: Seen) -> np.ndarray:
-    """The outputs of the first m ticks. Those of zeros are in the last rows: a negative index counts from the end."""
-    zeros = _of_zeros(seen)
-    return np.concatenate([seen.want[: MICROBATCHES - len(zeros)], zeros])
+    return wrong
 
 
 def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
@@ -90,10 +72,6 @@ OFTEN: Mistakes = {
 }
 
 
-def _once_too_late(seen: Seen) -> np.ndarray:
-    return np.concatenate([seen.want[1:], seen.want[-1:]])
-
-
 OF_THE_FIRST = "These are the first rank's outputs, and not the last's."
 ALL_ADDED = "Every rank has added its own outputs. Only those of the last rank are wanted."
 EACH_ITS_OWN = "Every rank returns its own outputs. All ranks should return those of the last rank."
@@ -110,17 +88,30 @@ PIPELINE = Exercise(
     mistakes={
         "ys": {
             "These are the last rank's outputs from tick 0 on. In its first ticks no microbatch has reached it yet,\n"
-            "so it computes with zeros. In which tick does microbatch 0 reach the last rank?": _too_early,
-            "The last row is right, because the last microbatch is written into it last. The others are not. In which\n"
-            "tick does microbatch 0 reach the last rank, and in which row does it belong?": _clamped,
-            "Your rows are shifted in the wrong direction.": _shifted_twice,
-            "In its first ticks, the last rank computes with zeros. These outputs were added to the last rows.": _added,
-            "It begins one tick too late: microbatch 0 is missing.": _once_too_late,
-            "These are the right outputs in the wrong rows. In which tick is each computed?": (
-                lambda seen: np.roll(seen.want, -1, 0),
-                lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0),
+            "so it computes with zeros. In which tick does microbatch 0 reach the last rank?": _of_ticks(
+                lambda ticks, early: ticks[:MICROBATCHES]
             ),
-            "The last rows are missing. In which tick does the last rank finish?": _ended,
+            "The last row is right, because the last microbatch is written into it last. The others are not. In which\n"
+            "tick does microbatch 0 reach the last rank, and in which row does it belong?": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[: MICROBATCHES - 1], ticks[-1:]])
+            ),
+            "Your rows are shifted in the wrong direction.": _of_ticks(
+                lambda ticks, early: np.concatenate([0 * ticks[:early], ticks])[:MICROBATCHES]
+            ),
+            "In its first ticks, the last rank computes with zeros. These outputs were added to the last "
+            "rows.": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[early:MICROBATCHES], ticks[MICROBATCHES:] + ticks[:early]])
+            ),
+            "It begins one tick too late: microbatch 0 is missing.": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[early + 1 :], ticks[-1:]])
+            ),
+            "These are the right outputs in the wrong rows. In which tick is each computed?": (
+                _of_ticks(lambda ticks, early: np.roll(ticks[early:], -1, 0)),
+                _of_ticks(lambda ticks, early: np.roll(ticks[early:], early, 0)),
+            ),
+            "The last rows are missing. In which tick does the last rank finish?": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[early:MICROBATCHES], ticks[:early]])
+            ),
             OF_THE_FIRST: lambda seen: _of_one_rank(seen, 0),
             ALL_ADDED: _of_all_ranks,
             EACH_ITS_OWN: lambda seen: _of_one_rank(seen, seen.rank),

@@ -62,17 +62,6 @@ class _Parts:
         self.total = np.exp(logits - self.max[:, None]).sum(-1)
 
 
-def _own_maximum(seen: Seen) -> np.ndarray:
-    p = _Parts(seen)
-    total = np.exp(p.pieces - p.own_max[..., None]).sum((0, -1))
-    return np.log(total) - (p.of_id - p.own_max[p.owner, p.tokens])
-
-
-def _rescaled_sums_alone(seen: Seen) -> np.ndarray:
-    p = _Parts(seen)
-    return np.log(p.total) - (p.of_id - p.own_max[p.owner, p.tokens])
-
-
 def _own_sum(seen: Seen) -> np.ndarray:
     p = _Parts(seen)
     with np.errstate(divide="ignore"):  # log 0 if the largest logits are on another rank
@@ -99,22 +88,30 @@ def _label_of_every_rank(place: Callable[[np.ndarray, int], Any]) -> Wrong:
     return wrong
 
 
-def _without_maximum(seen: Seen) -> np.ndarray:
-    p = _Parts(seen)
-    with np.errstate(over="ignore"):
-        return np.log(np.exp(seen.tensors["logits"]).sum(-1)) - p.of_id
+Chosen = Callable[[np.ndarray], np.ndarray]
+"""All ranks' own maxima [R, T] -> what is subtracted, on every rank or on each."""
 
 
-def _subtracting(chosen: Callable[[np.ndarray], np.ndarray]) -> Wrong:
-    """The loss if a number other than the maximum is subtracted, chosen from all ranks' own maxima [R, T]."""
+def _subtracting(inside: Chosen, outside: Chosen | None = None) -> Wrong:
+    """The loss if other numbers than the maximum are subtracted: `inside` the sum of exponentials, and `outside`, or
+    the same, from the logit of the right entry."""
 
     def wrong(seen: Seen) -> np.ndarray:
         p = _Parts(seen)
-        m = np.broadcast_to(chosen(p.own_max), p.max.shape)
+        summed, label = (np.broadcast_to(of(p.own_max), p.own_max.shape) for of in (inside, outside or inside))
         with np.errstate(over="ignore", divide="ignore"):
-            return np.log(np.exp(p.pieces - m[:, None]).sum((0, -1))) - (p.of_id - m)
+            total = np.log(np.exp(p.pieces - summed[..., None]).sum((0, -1)))
+        return total - (p.of_id - label[p.owner, p.tokens])
 
     return wrong
+
+
+def _largest(maxima: np.ndarray) -> np.ndarray:
+    return maxima.max(0)
+
+
+def _nothing(maxima: np.ndarray) -> np.ndarray:
+    return 0 * maxima
 
 
 def _not_detached(seen: Seen) -> np.ndarray:
@@ -125,11 +122,6 @@ def _not_detached(seen: Seen) -> np.ndarray:
     largest = piece == p.max[:, None]
     ties = np.maximum(largest.sum(-1), 1) * (p.own_max == p.max).sum(0)  # on this rank, times the ranks that have any
     return seen.want + (through * weight(p.ids) / ties)[:, None] * largest
-
-
-def _maximum_in_one_place(seen: Seen) -> np.ndarray:
-    p = _Parts(seen)
-    return np.log(p.total) - p.of_id
 
 
 def _gathered_sums(seen: Seen) -> np.ndarray:
@@ -149,13 +141,13 @@ TOKEN_LOSS = Exercise(
         "loss": {
             "Each rank subtracts its own largest logit, so the ranks' sums are on different scales when they are "
             "added.\nSubtract the same number on every rank. Which number keeps every exponent at or below "
-            "zero?": _own_maximum,
+            "zero?": _subtracting(lambda maxima: maxima),
             "The sum of exponentials covers only this rank's entries. The terms of the other ranks are "
             "missing.": _own_sum,
             "Only the rank that has the right entry knows its logit. The other ranks continue with a zero "
             "instead.": _own_label,
             "The sums of exponentials are on one scale, but from the logit of the right entry, its rank's own maximum\n"
-            "is subtracted. Subtract the same number there.": _rescaled_sums_alone,
+            "is subtracted. Subtract the same number there.": _subtracting(_largest, lambda maxima: maxima),
             "The ranks that do not have the right entry add some other logit to that of the right entry. They "
             "should add 0.": (
                 _label_of_every_rank(lambda at, n: 0 * at),
@@ -163,7 +155,7 @@ TOKEN_LOSS = Exercise(
                 _label_of_every_rank(lambda at, n: np.clip(at, 0, n - 1)),
             ),
             "exp of a large logit overflows, and the second token has logits of about 1000. Subtract the largest logit "
-            "first.": _without_maximum,
+            "first.": _subtracting(_nothing),
             "exp overflows for the first token and for the last, whose large logits are all on one rank: the mean of\n"
             "the ranks' maxima, or the smallest of them, is not large enough. Subtract the largest of the "
             "maxima.": _subtracting(lambda maxima: maxima.mean(0)),
@@ -179,7 +171,7 @@ TOKEN_LOSS = Exercise(
                 _subtracting(lambda maxima: maxima.sum(0)),
             ),
             "The maximum is subtracted inside the sum of exponentials, but not from the logit of the right "
-            "entry.": _maximum_in_one_place,
+            "entry.": _subtracting(_largest, _nothing),
         },
         "dlogits": {
             "It is R times too large. The backward pass of all_gather, ring_all_reduce and copy_to adds up the\n"
