@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, grade
-from tplab.exercises.exercise import Exercise, Framework, Seen, Wrong, added_up_again, bytes_of_a_sum, own_part
+from tplab.exercises.exercise import Exercise, Framework, added_up_again, bytes_of_a_sum, own_part
 from tplab.exercises.verdict import check, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -19,18 +19,6 @@ from tplab.widgets.matrices import Panel
 
 ROWS = 12
 """Rows of a rank's gradient, divisible by 2, 3 and 4."""
-
-
-def _over(axis: str | tuple[str, ...], divide: bool) -> Wrong:
-    """The sum over `axis` of the mesh, or its mean."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        pieces = seen.tensors["gradient"].reshape(-1, ROWS, seen.mesh.axis_size("tp"))
-        i, j = seen.mesh.index(seen.rank, "dp"), seen.mesh.index(seen.rank, "tp")
-        found = {"dp": pieces.sum(0)[:, j], "tp": pieces.sum(2)[i], ("dp", "tp"): pieces.sum((0, 2))}[axis]
-        return found[:, None] / (seen.mesh.axis_size(axis) if divide else 1)
-
-    return wrong
 
 
 AVERAGE = Exercise(
@@ -51,9 +39,9 @@ AVERAGE = Exercise(
                 seen.want / seen.mesh.axis_size("tp")
             ),
             "This is the mean over all ranks. Along tp, ranks have different pieces of the gradient, "
-            "and pieces must not be mixed.": _over(("dp", "tp"), divide=True),
+            "and pieces must not be mixed.": (lambda seen: seen.of(seen.tensors).mean(1, keepdims=True)),
             "This is the mean over tp. Along tp, ranks have different pieces of the gradient; the samples differ along "
-            "dp.": _over("tp", divide=True),
+            "dp.": (lambda seen: seen.part(seen.tensors["gradient"]).mean(1, keepdims=True)),
             "This is the rank's own gradient: nothing is added to it.": own_part,
             "This is the sum over dp. The mean is the sum divided by the size of the group.": added_up_again,
         },

@@ -46,14 +46,14 @@ def _times(by: Callable[[int, int], float]) -> Wrong:
     return lambda seen: seen.want * by(*seen.mesh.shape.values())
 
 
-def _over_ep(seen: Seen) -> np.ndarray:
-    """The mean over the ranks with the same position along dp."""
-    dp, ep = seen.mesh.shape.values()
-    return seen.tensors["experts"].reshape(dp, ep, EXPERTS, 3, 3)[seen.mesh.index(seen.rank, "dp")].mean(0)
+def _mean_over(axis: str, other: str) -> Wrong:
+    """The mean over the ranks along one axis, which are at the same place along the other."""
 
+    def wrong(seen: Seen) -> np.ndarray:
+        whole = seen.tensors[seen.result].reshape(*seen.mesh.shape.values(), *seen.want.shape)
+        return whole.mean(seen.mesh.axis_names.index(axis))[seen.mesh.index(seen.rank, other)]
 
-def _mixed(seen: Seen) -> np.ndarray:
-    return seen.tensors["experts"].reshape(-1, EXPERTS, 3, 3).mean(0)
+    return wrong
 
 
 AVERAGE = Exercise(
@@ -74,7 +74,7 @@ AVERAGE = Exercise(
                 lambda dp, ep: ep * ep
             ),
             "The experts' gradients are averaged over ranks that hold different experts. Which ranks hold "
-            "copies?": _mixed,
+            "copies?": lambda seen: seen.tensors["experts"].reshape(-1, EXPERTS, 3, 3).mean(0),
             "The experts' gradients are added up over their copies, and not divided yet.": _times(
                 lambda dp, ep: dp * ep
             ),
@@ -93,7 +93,9 @@ AVERAGE = Exercise(
             "divide.": lambda seen: seen.own["experts"] / seen.mesh.size,
             "Copies of an expert, along dp, have seen different tokens. Add up their gradients; divide by all "
             "ranks.": lambda seen: seen.own["experts"] / seen.mesh.axis_size("ep"),
-            "The experts' gradients are averaged over ranks that hold different experts, those along ep.": _over_ep,
+            "The experts' gradients are averaged over ranks that hold different experts, those along ep.": _mean_over(
+                "ep", "dp"
+            ),
         },
         "router": {
             "The router's gradients are averaged, and then divided by the ranks along ep once more.": _times(
@@ -105,11 +107,7 @@ AVERAGE = Exercise(
             "This is the gradient of this rank's own loss. The router belongs to all ranks.": lambda seen: seen.own[
                 "router"
             ],
-            "Every rank holds the whole router, so its gradient is the mean over all ranks.": lambda seen: (
-                seen.tensors["router"]
-                .reshape(*seen.mesh.shape.values(), -1, 3)
-                .mean(0)[seen.mesh.index(seen.rank, "ep")]
-            ),
+            "Every rank holds the whole router, so its gradient is the mean over all ranks.": _mean_over("dp", "ep"),
         },
     },
 )
