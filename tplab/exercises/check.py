@@ -167,7 +167,8 @@ def _wrong(
 ) -> tuple[str, str, list[Panel], str] | None:
     """The first wrong result, if any: what and where, by how much, a picture, and its name."""
     for result in found[0]:
-        got, want, slack = _beside(found, exercise, mesh, tensors, framework, result)
+        want = exercise.on_ranks(result, exercise.right(result, tensors), mesh)
+        got, slack = [results[result] for results in found], _slack(exercise, framework, want)
         for rank in mesh.ranks:
             if got[rank].shape != want[rank].shape:
                 text = f": {result} has shape {list(got[rank].shape)} on rank {rank} of {mesh}."
@@ -191,19 +192,10 @@ def _wrong(
     return None
 
 
-def _beside(
-    found: list[dict[str, np.ndarray]],
-    exercise: Exercise,
-    mesh: Mesh,
-    tensors: Tensors,
-    framework: Framework,
-    result: str,
-) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """A result on every rank, the right one, and the tolerance."""
-    whole = exercise.right(result, tensors)
+def _slack(exercise: Exercise, framework: Framework, want: Sequence[np.ndarray]) -> float:
+    """The difference that counts as rounding, for the pieces of a result."""
     tolerance = exercise.tolerance if framework == "torch" else 1e-4  # JAX computes in float32
-    slack = tolerance * max(1.0, float(np.abs(whole).max()))
-    return [results[result] for results in found], exercise.on_ranks(result, whole, mesh), slack
+    return tolerance * max(1.0, *(float(np.abs(piece).max()) for piece in want))
 
 
 def _hint(fn: Callable[..., Any], exercise: Exercise, framework: Framework, result: str, first: int) -> str:
@@ -225,8 +217,9 @@ def _hint(fn: Callable[..., Any], exercise: Exercise, framework: Framework, resu
                 found = next(trial.found for trial in runs if result in trial.found[0])
             except Exception:
                 found = [{result: np.empty(0)} for _ in mesh.ranks]
-            got, want, slack = _beside(found, exercise, mesh, tensors, framework, result)
             seen = exercise.seen(result, tensors, mesh)
+            want = [one.want for one in seen]
+            slack, got = _slack(exercise, framework, want), [results[result] for results in found]
             yield _flat(got, want, slack), {one: _flat(map(one[1], seen), want, slack) for one in known}
 
     return cause(tried(), ("", own_part), slack=1.0)[0]
