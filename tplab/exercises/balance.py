@@ -126,13 +126,9 @@ def _hops(window: int, each: int, num_ranks: int) -> int:
     return min(num_ranks - 1, ceil((window - 1) / each))
 
 
-def _seen_in(window: int, positions: np.ndarray) -> np.ndarray:
-    back = positions[:, None] - positions
-    return (back >= 0) & (back < window)
-
-
 def _windowed(window: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return attend(q, k, v, _seen_in(window, np.arange(len(q))))
+    back = np.arange(len(q))[:, None] - np.arange(len(q))
+    return attend(q, k, v, (back >= 0) & (back < window))
 
 
 def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False) -> np.ndarray:

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors, Wrong, own_part
+from tplab.exercises.exercise import Exercise, Framework, Tensors, Wrong, own_part
 from tplab.exercises.trials import Trial, arrays_for, run_of, share_of_work, trials
 from tplab.exercises.verdict import Verdict, beside, cause, check, differs, listed, not_started, on, refuse, right
 from tplab.mesh import Mesh
@@ -206,7 +205,9 @@ def _hint(fn: Callable[..., Any], exercise: Exercise, framework: Framework, resu
     """
     known = exercise.known(result)
     for axes in dict.fromkeys([*((axis,) for axis in exercise.axes), exercise.axes]):
-        known += [(text.format(" and ".join(axes)), partial(by, axes)) for text, by in OF_ALL.items()]
+        along = " and ".join(axes)
+        known.append((AGAIN.format(along), lambda seen, axes=axes: seen.want * seen.mesh.axis_size(axes)))
+        known.append((A_MEAN.format(along), lambda seen, axes=axes: seen.want / seen.mesh.axis_size(axes)))
 
     def tried() -> Iterator[tuple[np.ndarray, dict[tuple[str, Wrong], np.ndarray]]]:
         meshes = [(seed, mesh) for seed, mesh in enumerate(exercise.meshes) if seed != first and mesh.size > 1]
@@ -225,18 +226,8 @@ def _hint(fn: Callable[..., Any], exercise: Exercise, framework: Framework, resu
     return cause(tried(), ("", own_part), slack=1.0)[0]
 
 
-def _again(axes: tuple[str, ...], seen: Seen) -> np.ndarray:
-    return seen.want * seen.mesh.axis_size(axes)
-
-
-def _a_mean(axes: tuple[str, ...], seen: Seen) -> np.ndarray:
-    return seen.want / seen.mesh.axis_size(axes)
-
-
-OF_ALL = {
-    "This is R times too large, for R ranks along {}. Is something added up that every rank already has?": _again,
-    "This is 1/R of what is right, for R ranks along {}. Is it divided by R once too often?": _a_mean,
-}
+AGAIN = "This is R times too large, for R ranks along {}. Is something added up that every rank already has?"
+A_MEAN = "This is 1/R of what is right, for R ranks along {}. Is it divided by R once too often?"
 """Mistakes in every exercise's results, which come after its own."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Seen, Tensors, Wrong, bytes_to_gather
+from tplab.exercises.exercise import Exercise, Seen, Wrong, bytes_to_gather
 from tplab.exercises.plain_block import attend, mixed
 from tplab.exercises.slopes import slopes
 from tplab.exercises.verdict import run_on
@@ -21,10 +21,6 @@ NAMES = ("q", "k", "v")
 MESHES = (Mesh(cp=2), Mesh(cp=3), Mesh(cp=4), Mesh(dp=2, cp=2), Mesh(cp=1), Mesh(cp=6))
 LIBRARY = ("ring_attention", "gather_attention", "head_attention", "head_ring_attention")
 WIDTH = 4
-
-
-def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    return {name: rng.standard_normal((3 * mesh.axis_size("cp"), WIDTH)) for name in NAMES}
 
 
 # --- the gradients -------------------------------------------------------------------------------------------------
@@ -55,14 +51,9 @@ _STALE = (
 _TRAVEL = "dk and dv travel with the k and v that they belong to. Each rank adds to them what its tile gives."
 
 
-def _on_its_way(seen: Seen, hops: int) -> np.ndarray:
-    """The right gradient, `hops` short of home."""
-    return seen.parts(seen.of(seen.tensors))[(seen.index + hops) % seen.size]
-
-
 GRADIENTS = Exercise(
     name="attention",
-    tensors=_tensors,
+    tensors=lambda rng, mesh: {name: rng.standard_normal((3 * mesh.axis_size("cp"), WIDTH)) for name in NAMES},
     specs=dict.fromkeys(NAMES, TOKENS),
     plain=attend,
     results={"o": TOKENS},
@@ -88,8 +79,9 @@ GRADIENTS = Exercise(
             "they?": _sum_of_tiles(lambda me, j: (me, j)),
             "These are the gradients for another rank's keys. At every step, dk and dv must be where the keys are "
             "that they\n"
-            "belong to. How many hops take them all the way home?": tuple(
-                lambda seen, hops=hops: _on_its_way(seen, hops) for hops in (1, -1)
+            "belong to. How many hops take them all the way home?": (
+                lambda seen: seen.parts(seen.of(seen.tensors))[(seen.index + 1) % seen.size],
+                lambda seen: seen.parts(seen.of(seen.tensors))[seen.index - 1],
             ),
             "dk and dv are exchanged.": lambda seen: seen.part(seen.exercise.right("dv", seen.tensors)),
         },

@@ -27,11 +27,6 @@ ROWS = P("tp")
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
 
-def _mean(seen: Seen) -> np.ndarray:
-    """The mean of the ranks' terms, plus the bias."""
-    return seen.own["bias"] + (seen.want - seen.own["bias"]) / seen.size
-
-
 DOWN = Exercise(
     name="down",
     tensors=lambda rng, mesh: {
@@ -49,7 +44,9 @@ DOWN = Exercise(
                 lambda seen: seen.want + (seen.size - 1) * seen.own["bias"]
             ),
             "The bias is missing.": lambda seen: seen.want - seen.own["bias"],
-            "These are the mean of the ranks' terms and the bias. Add the terms up.": _mean,
+            "These are the mean of the ranks' terms and the bias. Add the terms up.": (
+                lambda seen: seen.own["bias"] + (seen.want - seen.own["bias"]) / seen.size
+            ),
             "y has the bias R times too often: each rank adds it before the sum, and it is added once more after "
             "it.": lambda seen: seen.want + seen.size * seen.own["bias"],
             "This is this rank's own term and the bias: the sum over the ranks is missing.": own_part,

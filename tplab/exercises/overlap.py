@@ -12,7 +12,7 @@ import numpy as np
 from tplab.cost.kernels import matmul_flops
 from tplab.exercises.check import Answer, Verdict, grade
 from tplab.exercises.drawn import Timed
-from tplab.exercises.exercise import Exercise, Seen, Tensors
+from tplab.exercises.exercise import Exercise, Seen
 from tplab.exercises.slopes import weight
 from tplab.exercises.verdict import Refused, on
 from tplab.mesh import Mesh
@@ -28,11 +28,6 @@ ENOUGH = 0.9
 
 MOST_WORK = 1.2
 """The most that a rank may compute, as a multiple of its own matmul; additions are small compared with it."""
-
-
-def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    size = 2 * mesh.axis_size("tp")
-    return {"x": rng.integers(-3, 4, (3, size)).astype(float), "w": rng.integers(-3, 4, (2 * size, size)).astype(float)}
 
 
 def _pieces_times(seen: Seen, columns: Callable[[int], int]) -> np.ndarray:
@@ -61,7 +56,10 @@ def _sum_of_terms(way: int, part: int | None, seen: Seen) -> np.ndarray:
 
 GATHER = Exercise(
     name="gather_product",
-    tensors=_tensors,
+    tensors=lambda rng, mesh: {
+        "x": rng.integers(-3, 4, (3, 2 * mesh.axis_size("tp"))).astype(float),
+        "w": rng.integers(-3, 4, (4 * mesh.axis_size("tp"), 2 * mesh.axis_size("tp"))).astype(float),
+    },
     specs={"x": FEATURES, "w": ROWS},
     plain=lambda x, w: x @ w.mT,
     results={"y": FEATURES},

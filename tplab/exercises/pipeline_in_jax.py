@@ -56,10 +56,6 @@ def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
     ]
 
 
-def _of_all_ranks(seen: Seen) -> np.ndarray:
-    return np.sum([_of_one_rank(seen, rank) for rank in seen.mesh.ranks], axis=0)
-
-
 NOT_SHARED: Mistakes = {
     "Only the last rank has the outputs. All ranks should return them.": (
         lambda seen: seen.want * (seen.rank == seen.size - 1)
@@ -113,7 +109,7 @@ PIPELINE = Exercise(
                 lambda ticks, early: np.concatenate([ticks[early:MICROBATCHES], ticks[:early]])
             ),
             OF_THE_FIRST: lambda seen: _of_one_rank(seen, 0),
-            ALL_ADDED: _of_all_ranks,
+            ALL_ADDED: lambda seen: np.sum([_of_one_rank(seen, rank) for rank in seen.mesh.ranks], axis=0),
             EACH_ITS_OWN: lambda seen: _of_one_rank(seen, seen.rank),
             **NOT_SHARED,
             "All outputs are zero: do you take them from the rank that has them?": lambda s: 0 * s.want,
@@ -239,11 +235,6 @@ def _once(seen: Seen, number: int, times: int = 1) -> np.ndarray:
     return _plain(seen.tensors["w"][:, number], times * seen.tensors["xs"])
 
 
-def _last_round_of_the_last(seen: Seen) -> np.ndarray:
-    """The same if rank 0 keeps using its last microbatch."""
-    return np.tile(_once(seen, -1)[-1:], (len(seen.want), 1, 1))
-
-
 def _ring(seen: Seen, step: int = 1) -> np.ndarray:
     """Each rank's outputs in the last R ticks if rank r does work number t - r in tick t, and sends `step` ranks on.
 
@@ -275,7 +266,7 @@ LOOP = replace(
             "second?": lambda seen: _once(seen, 0),
             "In its second round, rank 0 takes xs again. It should continue with what it receives.": (
                 lambda seen: _once(seen, -1),
-                _last_round_of_the_last,
+                lambda seen: np.tile(_once(seen, -1)[-1:], (len(seen.want), 1, 1)),  # always its last microbatch
             ),
             "Both rounds have used the first of a rank's matrices.": _with(lambda number, k, rank, ranks: 0),
             "The first round has used a rank's second matrix, and the second round its first.": _with(

@@ -67,10 +67,6 @@ def _down_to_one(seen: Seen) -> np.ndarray:
     return ((_for_this(seen) / scales).round() * scales).sum(0)[None]
 
 
-def _in_half(seen: Seen) -> np.ndarray:
-    return _for_this(seen).astype(np.float16).astype(float).sum(0)[None]
-
-
 ADD_UP = Exercise(
     name="add_up",
     tensors=_of_different_scales,
@@ -97,7 +93,9 @@ ADD_UP = Exercise(
             "Keep each rank's own scale.": _common_scale,
             "These codes are -1, 0 and 1, since the scale is the largest magnitude. 4 bits hold codes from -7 to "
             "7.": _down_to_one,
-            "These are sums of numbers in half precision. Send codes and scales.": _in_half,
+            "These are sums of numbers in half precision. Send codes and scales.": lambda seen: (
+                _for_this(seen).astype(np.float16).astype(float).sum(0)[None]
+            ),
         },
     },
     not_with=("quantized_reduce_scatter",),

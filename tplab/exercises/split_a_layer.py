@@ -141,10 +141,6 @@ def _columns_of_x(seen: Seen, index: int) -> np.ndarray:
     return seen.tensors["x"][:, index * width : (index + 1) * width]
 
 
-def _always_first(seen: Seen) -> np.ndarray:
-    return _columns_of_x(seen, 0) @ sum(seen.parts(seen.tensors["w"])) + seen.own["bias"]
-
-
 APART = (
     "The ranks' pieces of this gradient are added up. Along tp each rank has a piece of its own, and the gradients of "
     "different pieces must stay apart.\nf (copy_to) belongs where a tensor that all ranks share enters divided work."
@@ -187,7 +183,9 @@ ROW_LINEAR = Exercise(
                 _columns_of_x(seen, seen.index) @ seen.own["w"] + seen.own["bias"]
             ),
             "Every rank took the first columns of x. The rank at index i holds rows i * width up to (i + 1) * width of "
-            "w, and needs the same columns of x.": _always_first,
+            "w, and needs the same columns of x.": lambda seen: (
+                _columns_of_x(seen, 0) @ sum(seen.parts(seen.tensors["w"])) + seen.own["bias"]
+            ),
         },
         "dbias": OF_A_BIAS,
         "dw": {

@@ -232,11 +232,6 @@ def _best_of_ranks(seen: Seen) -> tuple[np.ndarray, np.ndarray, int]:
     return pieces.argmax(-1), pieces.max(-1), pieces.shape[-1]
 
 
-def _own_best(seen: Seen) -> np.ndarray:
-    places, _, width = _best_of_ranks(seen)
-    return places[seen.index] + seen.index * width
-
-
 def _most_probable(seen: Seen) -> np.ndarray:
     """The entry with the largest probability, if each rank divides by its own sum of exponentials."""
     pieces = np.stack(seen.parts(seen.tensors["logits"], -1))
@@ -264,7 +259,9 @@ MOST_LIKELY = Exercise(
     mistakes={
         "ids": {
             "This is the most likely of this rank's own entries, but another rank may have a larger logit. How large "
-            "is the largest logit of all?": _own_best,
+            "is the largest logit of all?": lambda seen: (
+                seen.own["logits"].argmax(-1) + seen.index * seen.own["logits"].shape[1]
+            ),
             "This is the entry's place on the rank that has it. The first entry of the rank with index i has the id "
             "i * n.": lambda seen: seen.want % seen.own["logits"].shape[1],
             "Each rank's probabilities are divided by its own sum, so those of two ranks cannot be compared. Compare "
