@@ -23,10 +23,14 @@ VOCABULARY, SEQUENCE, MICROBATCHES, BLOCKS = 65, 16, 4, 4
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     """Check that `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
     trains in the same way as one rank does, whose head is the embedding's matrix, and which has a norm before it."""
+    from torch import nn
+
     if (layers := model()) is None:
         refuse(": it returned None; is a `return` missing?")
     layers = list(layers)
-    if isinstance(last := layers[-1], TiedSpec) and last.forward is None and _looks_up(last.cls):
+    last = layers[-1]
+    looks_up = isinstance(last, TiedSpec) and getattr(last.cls, "forward", None) is nn.Embedding.forward
+    if looks_up and last.forward is None:
         refuse(": the last layer is an nn.Embedding, which looks up rows. Its `forward=` says what to call instead.")
     (hidden,), (whole,) = _run(_hidden, 1, model), _run(_gradients, 1, model)
     found: dict[str, np.ndarray] = {}
@@ -162,12 +166,6 @@ def _another_head(model: Callable[[], Sequence[Any]], ranks: int) -> str:
             if abs(times - 1) > 0.05 and torch.allclose(head(x), times * product, rtol=1e-3, atol=1e-4):
                 return f"its logits are {times:.3g} times the product with the matrix of the embedding."
     return ""
-
-
-def _looks_up(cls: Any) -> bool:
-    from torch import nn
-
-    return getattr(cls, "forward", None) is nn.Embedding.forward
 
 
 def _leaves(x: Any) -> list[Any]:

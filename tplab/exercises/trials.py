@@ -133,12 +133,8 @@ def _run(
     names: list[str],
 ) -> tuple[list[dict[str, np.ndarray]], Trace]:
     out = run_of(framework)(program, mesh, *arrays_for(framework, tensors), in_specs=specs)
-    return [{name: _array(one) for name, one in zip(names, results)} for results in out.per_rank], out.trace
-
-
-def _array(result: Any) -> np.ndarray:
-    """A rank's result as an array."""
-    return np.asarray(result.detach() if hasattr(result, "detach") else result)
+    plain = ([one.detach() if hasattr(one, "detach") else one for one in results] for results in out.per_rank)
+    return [dict(zip(names, map(np.asarray, results))) for results in plain], out.trace
 
 
 def _torch_gradient(
