@@ -1,4 +1,4 @@
-"""The exercise of lab 03: gather in two levels, with few bytes across nodes."""
+"""The exercises of lab 03: a step of hybrid sharding, and a gather in two levels, with few bytes across nodes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,81 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Seen
+from tplab.exercises.exercise import Exercise, Framework, Seen, Wrong, own_part
 from tplab.exercises.slopes import weight
 from tplab.exercises.trials import trials
 from tplab.exercises.verdict import on, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
+
+MESHES = (Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3))
+
+
+# --- a bug to repair: a step of hybrid sharding --------------------------------------------------------------------
+
+
+def _added_along(axis: str) -> Wrong:
+    """The mistake of adding up the gradients of this rank's group along one axis."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        gpus = seen.mesh.axis_size("gpu")
+        table, (node, gpu) = seen.tensors["gradient"].reshape(-1, gpus, 2 * seen.mesh.size), divmod(seen.rank, gpus)
+        return seen.of(seen.tensors | {"gradient": table[:, gpu] if axis == "node" else table[node]})
+
+    return wrong
+
+
+HYBRID_STEP = Exercise(
+    name="hybrid_step",
+    tensors=lambda rng, mesh: {
+        "weights": rng.integers(-9, 10, 2 * mesh.size).astype(float),
+        "gradient": rng.integers(-9, 10, 2 * mesh.size**2).astype(float),
+    },
+    specs={"weights": P(), "gradient": P(("node", "gpu"))},
+    plain=lambda weights, gradient: weights - 0.1 * gradient.reshape(-1, weights.size).sum(0),
+    results={"new": P()},
+    reminders={"new": "Which piece of the weights belongs to the piece of the gradient that a GPU has?"},
+    is_precise=True,
+    meshes=MESHES,
+    mistakes={
+        "new": {
+            "Each rank makes a step with its own gradient.": own_part,
+            "The gradients of a node are added up, but not those of other nodes.": _added_along("gpu"),
+            "Gradients are added up across the nodes, but not inside a node.": _added_along("node"),
+            "The step is made with the mean of the gradients. Here it takes their sum.": lambda seen: seen.of(
+                seen.tensors | {"gradient": seen.tensors["gradient"] / seen.mesh.size}
+            ),
+        }
+    },
+)
+
+
+def check_hybrid_step(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Check that `fn` makes a step with the sum of all ranks' gradients, and sends as little as possible across nodes.
+
+    weights [n], the same on every rank; gradient [n], each rank's own   ->   weights - 0.1 * sum of gradients [n]
+    """
+    return grade(fn, HYBRID_STEP, framework, _sends_little_across)
+
+
+def _sends_little_across(answer: Answer) -> Verdict:
+    for mesh in answer.exercise.meshes:
+        nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
+        trace, n = answer.run(mesh).trace, answer.tensors(mesh)["weights"].size
+        sent = [trace.bytes_sent(rank=rank) - trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]
+        table, bound = np.reshape(sent, (nodes, gpus)) / 4, 2 * (nodes - 1) * n / nodes  # numbers in float32
+        if (most := table.sum(1).max()) > bound:
+            but(
+                f"on {mesh} the GPUs of a node send {most:.0f} numbers in messages that may leave it, where "
+                f"{bound:.0f} would do.\nOn which axis should the gradient be cut before it crosses the network?\n"
+                "One row per node, one column per GPU: the numbers that it sends.",
+                [Panel("yours", table, table > bound / gpus), Panel("enough", np.full(table.shape, bound / gpus))],
+            )
+    return answer.says("Each node sends no more to the others than it must.")
+
+
+# --- your turn: gather on two levels -------------------------------------------------------------------------------
 
 
 def _gpus_first(seen: Seen) -> np.ndarray:
@@ -31,7 +99,7 @@ GATHER_ALL = Exercise(
     plain=lambda x: x,
     results={"y": P()},
     is_precise=True,
-    meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
+    meshes=MESHES,
     mistakes={
         "y": {
             "All rows are there, ordered by GPU and then by node. Row r must come from rank r, that is, ordered by "
