@@ -8,11 +8,10 @@ import traitlets
 
 from tplab.schedules import Costs, Schedule, Simulation, simulate
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.card import Card, script
+from tplab.widgets.paper.card import Card, Step, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.shown import check_shown
-from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import payload, still
 from tplab.widgets.schedule.workbench import check_limit, to_svg
 

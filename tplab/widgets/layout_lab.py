@@ -10,7 +10,7 @@ import traitlets
 
 from tplab.cost import Cluster, find
 from tplab.forecast import Forecast, Model, Plan
-from tplab.widgets.layouts import drawing, still_views
+from tplab.widgets.layouts import drawing, views
 from tplab.widgets.layouts.candidates import Measured
 from tplab.widgets.layouts.tasks import START, TASKS
 from tplab.widgets.layouts.words import badge
@@ -69,7 +69,7 @@ class LayoutLab(Lab):
             scenes = [drawing.plan_map(bench), drawing.step(bench)]
             words |= {"legend": drawing.legend(bench), "note": drawing.note(bench)}
         else:
-            scenes = [still_views.pipeline(chosen) if self.view == "pipeline" else still_views.nodes(chosen)]
+            scenes = [views.pipeline(chosen) if self.view == "pipeline" else views.nodes(chosen)]
         return still(bench.title, f"{chosen.plan} {bench.says(bench.chosen)}", scenes, bench.chosen, **words)
 
     @traitlets.validate("chosen")

@@ -23,7 +23,7 @@ from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.dark import darkened
 from tplab.widgets.paper.shown import a, way_out
-from tplab.widgets.schedule.papers import paper_name
+from tplab.widgets.schedule.facts import paper_name
 from tplab.widgets.score import words
 from tplab.widgets.score.score import score
 from tplab.widgets.timeline import Timeline

@@ -12,7 +12,7 @@ from tplab.widgets.gantt import Gantt
 from tplab.widgets.paper.card import in_turn
 from tplab.widgets.paper.lab import Lab, as_of_traits
 from tplab.widgets.paper.shown import numbers
-from tplab.widgets.schedule.papers import PAPERS
+from tplab.widgets.schedule.facts import PAPERS
 from tplab.widgets.schedule.tasks import START, TASKS
 from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 

@@ -1,4 +1,7 @@
-"""The plans that `layout_lab` shows for the settings of its controls, without its widget and without drawing."""
+"""The plans that `layout_lab` shows for the settings of its controls, without its widget and without drawing.
+
+The model may be the reader's own: its sizes as text, "layers=32, hidden=4096, ...".
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,61 @@ from tplab.forecast.memory import room
 from tplab.forecast.ranking import Estimate
 from tplab.forecast.stacks import STACKS
 from tplab.units import plain, range_text
-from tplab.widgets.layouts import own, words
+from tplab.widgets.layouts import words
 from tplab.widgets.layouts.survey import exactly, survey
 from tplab.widgets.layouts.tasks import TASKS
 from tplab.widgets.layouts.words import GIB
 from tplab.widgets.paper.bench import Bench
 from tplab.widgets.paper.measured import check_measured
+
+OWN = {
+    "layers": ("layers", 1024),
+    "hidden": ("hidden", 2**17),
+    "heads": ("query heads", 1024),
+    "kv_heads": ("key, value heads", 1024),
+    "head_dim": ("features per head", 1024),
+    "ffn": ("MLP's features", 2**20),
+    "vocab": ("vocabulary", 2**21),
+    "experts": ("experts, or 0", 4096),
+    "experts_per_token": ("of them per token", 256),
+}
+"""Field of a Model -> the name of its control, and the largest number it accepts."""
+OWN_NAME = "your model"
+
+
+def is_own(text: str) -> bool:
+    """Whether a setting of the control "model" consists of sizes rather than a name."""
+    return "=" in text
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """The sizes in such a text. Raises ValueError if one is missing, or is not a number that its control accepts."""
+    found = {}
+    for pair in text.split(","):
+        name, _, number = (part.strip() for part in pair.partition("="))
+        most = OWN[name][1] if name in OWN else 0
+        if not most or not number.isdecimal() or int(number) > most:
+            about = f"it must be a whole number, {most:,} at most" if most else f"there are {', '.join(OWN)}"
+            raise ValueError(f"{name} is {number!r} in a model of your own; {about}")
+        found[name] = int(number)
+    missing = [name for name in OWN if name not in found]
+    if missing:
+        raise ValueError(f"a model of your own has no {', '.join(missing)}")
+    return found
+
+
+def own_model(text: str) -> Model:
+    """A Llama-like model of these sizes, with a gated MLP, rotary positions, no biases and an untied head. Raises
+    ShapeError for sizes that do not fit together."""
+    given: dict[str, Any] = {**sizes_of(text), "name": OWN_NAME}
+    return Model(**given)
+
+
+def sizes(model: Model) -> dict[str, int]:
+    """The sizes of any model for the controls."""
+    widths = {"kv_heads": model.num_kv_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
+    return {name: widths[name] if name in widths else getattr(model, name) for name in OWN}
+
 
 SIZES = {
     "gpus": [2**power for power in range(13)],
@@ -93,7 +145,7 @@ class Candidates(Bench):
         return exactly(model, plan, cluster, asked["batch"], asked["sequence"], asked["stack"])
 
     def _model(self, setting: str) -> Model:
-        return own.own_model(setting) if own.is_own(setting) else self.models[setting]
+        return own_model(setting) if is_own(setting) else self.models[setting]
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -103,8 +155,8 @@ class Candidates(Bench):
         if settings.keys() - {"task"} != names:
             raise ValueError(f"settings are {', '.join(sorted(settings))}; there must be {', '.join(sorted(names))}")
         TASKS.check(settings.get("task", ""))
-        if own.is_own(str(settings["model"])):
-            own.sizes_of(settings["model"])
+        if is_own(str(settings["model"])):
+            sizes_of(settings["model"])
             del known["model"]
         for name, options in known.items():
             if settings[name] not in options:
@@ -205,5 +257,5 @@ class Candidates(Bench):
         """The options of the controls."""
         given = {name: sorted({*sizes, self.settings[name]}) for name, sizes in SIZES.items()}
         offered = {"model": [*self.models], "cluster": [*self.clusters], **given, "stack": [*STACKS]}
-        own_sizes = [[name, *about] for name, about in own.SIZES.items()]
+        own_sizes = [[name, *about] for name, about in OWN.items()]
         return offered | {"own": own_sizes, "tasks": TASKS.shown()}

@@ -11,9 +11,8 @@ from typing import Any
 
 from tplab.forecast import Forecast
 from tplab.forecast.plan import AXES
-from tplab.widgets.layouts import drawing, nodes, own, words
-from tplab.widgets.layouts import pipeline as pipelines
-from tplab.widgets.layouts.candidates import Candidates
+from tplab.widgets.layouts import drawing, views, words
+from tplab.widgets.layouts.candidates import Candidates, sizes
 from tplab.widgets.layouts.tasks import TASKS
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
@@ -47,18 +46,18 @@ class Workbench(Candidates):
             scenes = [drawing.plan_map(self), drawing.step(self)]
             self._of, self._drawn = of, packed(scenes, drawing.legend(self))
         forecasts = [self.forecast(index) for index in known]
-        pipeline, of_pipeline = pipelines.board(self.forecast(self.chosen), self.chosen)
+        pipeline, of_pipeline = views.board(self.forecast(self.chosen), self.chosen)
         node_size, found = best.cluster.node_size, self.points()
         header, columns = self._drawn
         header |= {
             "title": self.title, "about": self.about, "badge": words.badge(best), "best": self.best,
-            "own": own.sizes(best.model), "note": drawing.note(self),
+            "own": sizes(best.model), "note": drawing.note(self),
             "plans": [str(one.plan) for one in self.shown],
             "axes": [[getattr(one.plan, axis) for axis in AXES] for one in self.shown],
             "known": known,
             "says": [words.says(one, best) for one in forecasts],
-            "nodes": [nodes.on_nodes(one.plan, node_size) for one in forecasts],
-            "groups": [nodes.groups(one.plan, node_size) for one in forecasts],
+            "nodes": [views.on_nodes(one.plan, node_size) for one in forecasts],
+            "groups": [views.groups(one.plan, node_size) for one in forecasts],
             "node": node_size or best.plan.ranks,
             "pipeline": pipeline,
         }  # fmt: skip

@@ -11,8 +11,7 @@ from tplab.schedules import Schedule, Simulation
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule import still
-from tplab.widgets.schedule.facts import Fact, facts, meanings
-from tplab.widgets.schedule.papers import paper_name
+from tplab.widgets.schedule.facts import Fact, facts, meanings, paper_name
 
 MAX_STEPS = 400
 

@@ -14,8 +14,7 @@ from tplab.widgets.paper.frame import MARGIN, draw_axis, draw_facts, draw_head
 from tplab.widgets.paper.legend import IDLE, Key, actions, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, SOFT, WORK, hue, mix
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.schedule.facts import PAIR, facts
-from tplab.widgets.schedule.papers import paper_name
+from tplab.widgets.schedule.facts import PAIR, facts, paper_name
 
 At = Callable[[float], float]
 LEFT, WIDTH = 58, 860

@@ -20,7 +20,7 @@ from tplab.units import plain
 from tplab.widgets.paper.bench import Bench
 from tplab.widgets.paper.svg import svg
 from tplab.widgets.schedule import payload, still
-from tplab.widgets.schedule.papers import PAPERS
+from tplab.widgets.schedule.facts import PAPERS
 from tplab.widgets.schedule.tasks import TASKS
 
 LIMITS: dict[str, tuple[float, float, float]] = {

@@ -27,10 +27,9 @@ from tplab.units import letter, number_text
 from tplab.widgets.paper.palette import GRADIENT, KINDS, OPS, WORK, hue
 from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.score import pipeline
-from tplab.widgets.score.holds import JOINING, holdings
+from tplab.widgets.score.holds import JOINING, holdings, versions
 from tplab.widgets.score.names import LOW, names
 from tplab.widgets.score.op_kinds import kind_of, name_of
-from tplab.widgets.score.versions import versions
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
 _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
