@@ -22,7 +22,7 @@ from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, mix, token
 from tplab.widgets.paper.wire import unpack
 from tplab.widgets.score import still, words
 from tplab.widgets.score.layout import columns, layout
-from tplab.widgets.score.legends import of_animation, of_timeline
+from tplab.widgets.score.payload import of_animation, of_timeline
 from tplab.widgets.score.score import COMPUTE, SEND, score
 
 

@@ -17,8 +17,7 @@ from tplab.widgets.layouts.words import PART_HUES
 from tplab.widgets.paper.legend import Key, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.schedule.payload import charts
-from tplab.widgets.schedule.still import MARGIN, draw_run, lane_heights, legend
+from tplab.widgets.schedule.still import MARGIN, charts, draw_run, lane_heights, legend
 
 
 class Group(NamedTuple):

@@ -14,7 +14,7 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from tplab.widgets.paper.above import below
+from tplab.widgets.paper.still import below
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

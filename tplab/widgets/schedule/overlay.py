@@ -22,7 +22,7 @@ from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.shown import a
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact, paper_name
-from tplab.widgets.schedule.payload import actions_of
+from tplab.widgets.schedule.still import actions_of
 from tplab.widgets.score import words
 from tplab.widgets.score.op_kinds import name_of
 

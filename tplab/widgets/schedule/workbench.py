@@ -19,7 +19,7 @@ from tplab.trace.perfetto import chrome_trace
 from tplab.units import plain
 from tplab.widgets.paper.bench import Bench
 from tplab.widgets.paper.svg import svg
-from tplab.widgets.schedule import payload, still
+from tplab.widgets.schedule import still
 from tplab.widgets.schedule.facts import PAPERS
 from tplab.widgets.schedule.tasks import TASKS
 
@@ -194,7 +194,7 @@ class Workbench(Bench):
     # --- what is shown -------------------------------------------------------------------------------------------
 
     def board(self) -> bytes:
-        self._board = self._board or payload.board(self.runs, self.limit)
+        self._board = self._board or still.board(self.runs, self.limit)
         return self._board
 
     def export(self, kind: str, colour: str = "kind") -> str:

@@ -26,7 +26,7 @@ from tplab.widgets.paper.palette import DIM, HATCH, INK, PAPER, SOFT, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.still import arranged
 from tplab.widgets.score import pipeline, ranks, table, words
-from tplab.widgets.score.legends import of_timeline
+from tplab.widgets.score.payload import of_timeline
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
 MAX_BYTES = 300_000
