@@ -1,4 +1,4 @@
-"""The picture of simulated pipeline schedules: a scene, for PNG and for SVG; and the data that the browser draws from."""
+"""The picture of simulated pipeline schedules: a scene, for PNG and SVG; and the data that the browser draws."""
 
 from __future__ import annotations
 
@@ -180,15 +180,19 @@ MAX_STEPS = 400
 
 
 def moments(runs: Sequence[Simulation]) -> np.ndarray:
-    """The times at which the playhead rests: the start, and every moment at which an action ends; or, if those are too
-    many, evenly spaced times."""
-    ends = np.concatenate([run.end - run.start.min(initial=0.0) for run in runs])
-    rounded = np.unique(np.round(ends, 9))
-    last = float(rounded[-1]) if len(rounded) else 0.0
-    if len(rounded) > MAX_STEPS:
+    """The times at which the playhead rests."""
+    return rests(np.concatenate([run.end - run.start.min(initial=0.0) for run in runs]))
+
+
+def rests(ends: np.ndarray, last: float = 0.0) -> np.ndarray:
+    """The start, every distinct moment at which an action ends, and `last`, if it is later; or, if those are too many,
+    evenly spaced times."""
+    ends = np.sort(np.append(ends, last))
+    last = float(ends[-1])
+    ends = ends[(ends > 1e-9 * last) & (np.diff(ends, append=np.inf) > 1e-9 * last)]
+    if len(ends) > MAX_STEPS:
         return np.linspace(0.0, last, MAX_STEPS + 1)
-    rounded = rounded[rounded > 0]
-    return np.concatenate([[0.0], rounded if len(rounded) else [last]])
+    return np.append(0.0, ends if len(ends) else last)
 
 
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
