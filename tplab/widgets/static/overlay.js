@@ -110,12 +110,6 @@ export class OverlayLanes extends Lanes {
     this.hint?.show(event, this.describe(found[0]));
   }
 
-  frame(mark, [x, y, width, height]) {
-    const left = Math.max(x, this.left), right = Math.min(x + Math.max(width, 2), this.left + this.width);
-    mark.hidden = right <= left;
-    Object.assign(mark.style, { left: `${left - this.left}px`, top: `${y}px`, width: `${right - left}px`, height: `${height}px` });
-  }
-
   describe(row) {
     const { score } = this, { unit } = score, all = whole(score), near = 1e-9 * all;
     const stretch = (start, end) => `${timeText(start, unit, all)} to ${timeText(end, unit, all)}, ${timeText(end - start, unit)}`;
