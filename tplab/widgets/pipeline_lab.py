@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import traitlets
 
@@ -15,6 +16,21 @@ from tplab.widgets.paper.shown import numbers
 from tplab.widgets.schedule.facts import PAPERS
 from tplab.widgets.schedule.tasks import START, TASKS
 from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
+
+P = ParamSpec("P")
+
+
+def by_hand(change: Callable[Concatenate[Any, P], bool]) -> Callable[Concatenate[Any, P], bool]:
+    """A change of the workbench as a method of the card, which then shows it."""
+
+    @in_turn
+    @wraps(change)
+    def taken(self: PipelineLab, *args: P.args, **kwargs: P.kwargs) -> bool:
+        done = change(self._bench, *args, **kwargs)
+        self._take()
+        return done
+
+    return taken
 
 
 class PipelineLab(Lab, Gantt):
@@ -50,31 +66,8 @@ class PipelineLab(Lab, Gantt):
             self.step = min(self.step, float(self.num_steps))
             super()._take()
 
-    # --- by hand -------------------------------------------------------------------------------------------------
-
-    @in_turn
-    def move(self, rank: int, index: int, to: int) -> bool:
-        """Move the action at `index` of a rank's row to index `to`. If that is not legal, `notice` says why."""
-        return self._taken(self._bench.move(rank, index, to))
-
-    @in_turn
-    def paste(self, text: str) -> bool:
-        """Show your own schedule, as CSV in either of torch's forms. If it is wrong, `notice` says why."""
-        return self._taken(self._bench.paste(text))
-
-    @in_turn
-    def undo(self) -> bool:
-        """Undo the last change by hand; False if there is none."""
-        return self._taken(self._bench.undo())
-
-    @in_turn
-    def reset(self) -> bool:
-        """Undo all changes by hand; False if there are none."""
-        return self._taken(self._bench.reset())
-
-    def _taken(self, done: bool) -> bool:
-        self._take()
-        return done
+    move, paste = by_hand(Workbench.move), by_hand(Workbench.paste)
+    undo, reset = by_hand(Workbench.undo), by_hand(Workbench.reset)
 
     def export(self, kind: str) -> str:
         """The schedule as text: "svg", "csv" (torch's form) or "perfetto" (JSON that ui.perfetto.dev opens)."""

@@ -116,7 +116,8 @@ def overlay(
         "due_end": run.end - begin,
     }
     ops, others = _others(trace, beside)
-    return Overlay(trace, beside, rests(actions["end"], float(max(actions["end"].max(), actions["due_end"].max()))), actions, others, ops)
+    times = rests(actions["end"], float(max(actions["end"].max(), actions["due_end"].max())))
+    return Overlay(trace, beside, times, actions, others, ops)
 
 
 def now(over: Overlay, position: float) -> Now:
