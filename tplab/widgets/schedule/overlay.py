@@ -16,13 +16,14 @@ from tplab.schedules import Comparison, Simulation, compare
 from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
 from tplab.units import plain, time_text
+from tplab.widgets.paper.frame import rests
 from tplab.widgets.paper.legend import IDLE, OTHER_WORK, Key, actions
 from tplab.widgets.paper.palette import KINDS, PAPER
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.shown import a
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact, paper_name
-from tplab.widgets.schedule.still import actions_of, rests
+from tplab.widgets.schedule.still import actions_of
 from tplab.widgets.score import words
 from tplab.widgets.score.op_kinds import name_of
 
@@ -122,7 +123,7 @@ def overlay(
 
 def now(over: Overlay, position: float) -> Now:
     """The picture at `position`, in steps: step k is the k-th distinct moment at which an action ends."""
-    return at(over, over.time(min(max(float(position), 0.0), float(over.num_steps))))
+    return at(over, over.time(position))
 
 
 def at(over: Overlay, time: float) -> Now:

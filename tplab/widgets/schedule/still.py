@@ -11,7 +11,7 @@ from tplab.schedules import Schedule, Simulation
 from tplab.schedules.action import CODE
 from tplab.units import counted, plain
 from tplab.widgets.paper.action import Sheet, draw_action
-from tplab.widgets.paper.frame import MARGIN, draw_axis, draw_facts, draw_head
+from tplab.widgets.paper.frame import MARGIN, draw_axis, draw_facts, draw_head, rests
 from tplab.widgets.paper.legend import IDLE, Key, actions, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, SOFT, WORK, hue, mix
 from tplab.widgets.paper.scene import Scene, packed
@@ -176,23 +176,9 @@ def sentence(runs: Sequence[Simulation]) -> str:
     return "; beside it ".join(said) + "."
 
 
-MAX_STEPS = 400
-
-
 def moments(runs: Sequence[Simulation]) -> np.ndarray:
     """The times at which the playhead rests."""
     return rests(np.concatenate([run.end - run.start.min(initial=0.0) for run in runs]))
-
-
-def rests(ends: np.ndarray, last: float = 0.0) -> np.ndarray:
-    """The start, every distinct moment at which an action ends, and `last`, if it is later; or, if those are too many,
-    evenly spaced times."""
-    ends = np.sort(np.append(ends, last))
-    last = float(ends[-1])
-    ends = ends[(ends > 1e-9 * last) & (np.diff(ends, append=np.inf) > 1e-9 * last)]
-    if len(ends) > MAX_STEPS:
-        return np.linspace(0.0, last, MAX_STEPS + 1)
-    return np.append(0.0, ends if len(ends) else last)
 
 
 def board(runs: Sequence[Simulation], limit: float | None) -> bytes:

@@ -249,10 +249,7 @@ class Score:
 
     def time(self, position: float) -> float:
         """The time at which the playhead is, given its position."""
-        position = min(max(float(position), 0.0), float(self.num_steps))
-        index = min(int(position), self.num_steps - 1)
-        begin, end = float(self.times[index]), float(self.times[index + 1])
-        return end if position == index + 1 else begin + (position - index) * (end - begin)
+        return float(np.interp(position, np.arange(len(self.times)), self.times))
 
     @cached_property
     def shows_numbers(self) -> bool:
