@@ -12,11 +12,11 @@ from tplab.exercises.check import Verdict
 from tplab.schedules import Costs, Schedule, simulate
 from tplab.trace.trace import Trace
 from tplab.widgets import animate, gantt, timeline
-from tplab.widgets.paper.above import below
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, SOFT, mix
 from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.still import below
 
 WIDTH, LEFT, CELL, LANE = 860, 66, 36, 26
 STUCK = HUES[5]

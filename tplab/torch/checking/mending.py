@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from tplab.checking.gaps import near
 from tplab.checking.repairs import Kind, Repair
 from tplab.checking.trail import MATMULS
-from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.mended_steps import MendedSteps
 from tplab.torch.checking.names import address_of
-from tplab.torch.checking.origins import ADDS, CLAMPS
+from tplab.torch.checking.origins import ADDS, CLAMPS, MULTIPLIES, times
 from tplab.torch.private import graph_task, local_of
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.rank import this_rank
@@ -71,10 +70,6 @@ class Mending(MendedSteps):
             if is_meant and (one.kind != "skip" or self._is_turn(one)):
                 yield one
 
-    def keeps_order(self, line: str) -> bool:
-        """Return whether a collective takes the elements of a tensor in the program's order, not in that of memory."""
-        return any(self._of("order", line=line))
-
     def _is_turn(self, one: Repair) -> bool:
         """Return whether a sum in the backward pass is the one to leave out."""
         return graph_task() != -1 and self._turn(one.line) % one.times == one.was
@@ -86,10 +81,10 @@ class Mending(MendedSteps):
         name = getattr(func, "__name__", "")
         if not self._repairs or self._watched.is_looking:
             return func(*args, **kwargs)
-        if func is F.batch_norm and any(self._of("statistics")):
+        if func is F.batch_norm and self.has("statistics"):
             return self._batch_norm(*args, **kwargs)
         line = self._watched.line()
-        if name in CLAMPS | ADDS and any(self._of("late", line=line)):
+        if name in CLAMPS | ADDS and self.has("late", line):
             self._later.append(lambda: _written(args[0], func(*args, **kwargs)))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
@@ -100,7 +95,7 @@ class Mending(MendedSteps):
                     continue
             if one.combine != "function":
                 args = tuple(self._wrapped(one, x, args) for x in args)
-        if name in MATMULS and any(self._of("gather", line=line)):
+        if name in MATMULS and self.has("gather", line):
             args = args[0], self._gathered(args[1])
         found = func(*args, **kwargs)
         for one in self._of("cast", line=line) if graph_task() == -1 else ():
@@ -129,7 +124,7 @@ class Mending(MendedSteps):
 
     def hook(self, line: str, parameter: Tensor, hook: Callable[[Tensor], Any]) -> bool:
         """Return whether a hook of the script, registered at this line, is deferred until gradients are averaged."""
-        is_late = any(self._of("late", line=line))
+        is_late = self.has("late", line)
         if is_late and not self._turn((line, id(parameter))):
             self._later.append(lambda: _written(parameter.grad, hook(cast(Tensor, parameter.grad))))
         return is_late
@@ -207,7 +202,7 @@ class Mending(MendedSteps):
     def passes_back(self, line: str, ranks: Sequence[int], given: Sequence[Tensor], got: Sequence[Tensor]) -> None:
         """Pass gradients back from the outputs of a finished collective, one per rank, to its inputs, one per rank or
         one for all."""
-        if not any(self._of("through", line=line)):
+        if not self.has("through", line):
             return
         index = ranks.index(self.rank)
 
@@ -223,10 +218,6 @@ class Mending(MendedSteps):
         for x, y in zip(got, found):
             x.copy_(y)
 
-    def keeps(self, line: str) -> bool:
-        """Return whether gradients are not cleared at this line."""
-        return any(self._of("keep", line=line))
-
     @property
     def put(self) -> dict[Any, Tensor]:
         """The replaced results, by the key of an operation."""
@@ -235,11 +226,6 @@ class Mending(MendedSteps):
             for one in self._of("put")
             for key, pieces in one.values.items()
         }
-
-    @property
-    def syncs(self) -> bool:
-        """Whether gradients are always synchronised."""
-        return any(self._of("sync"))
 
     def seed(self, seed: int, line: str) -> int:
         return next((one.values["seed"] for one in self._of("seed", line=line)), seed)
