@@ -80,6 +80,9 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         words = f"{count} samples are on several ranks in the steps that were seen, and none is twice in the reference"
         cause = _CAUSES["orders"]
     else:
+        if facts.goes_on:
+            yield facts.fault("samples", f"{found.words}, which goes on", line, lines=[forward])
+            return
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
         if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found) or are_drawn(facts)):
             raise NeedsSamples(reason, are_drawn(facts))
