@@ -12,7 +12,7 @@ from typing import Any
 
 from tplab.errors import ShapeError, SpecError
 from tplab.mesh import Mesh
-from tplab.sharding import P, cut
+from tplab.sharding import P, held_by
 
 State = Mapping[str, Any]
 Join = Callable[[list[Any], int], Any]
@@ -119,14 +119,7 @@ def _check_dims(name: str, array: Any, spec: P) -> None:
 def _piece(name: str, values: list[Any], spec: P, mesh: Mesh, rank: int) -> Any:
     (whole,) = values
     _check_dims(name, whole, spec)
-    slices = []
-    for dim, entry in enumerate(spec):
-        if entry is None:
-            slices.append(slice(None))
-        else:
-            piece = cut(whole.shape[dim], mesh.axis_size(entry), "ceil")[mesh.index(rank, entry)]
-            slices.append(slice(piece.start, piece.stop))
-    return whole[(*slices, ...)]
+    return whole[(*(slice(held.start, held.stop) for held in held_by(whole.shape, spec, mesh, rank)), ...)]
 
 
 def _check_names(state: State, specs: State) -> None:

@@ -84,7 +84,10 @@ def stages_of(
     modules = {}
     for stage in dict.fromkeys(schedule.placement[index]):
         modules[stage] = InTurn([_made(layers[place], first.get(place, place)) for place in made.stages[stage]])
-    tied = (*tied_in(layers, made, _name_of_tied), *_shared(layers, made))
+    tied = (
+        *tied_in(layers, made, lambda layer: f"{'layer.' if layer.forward else ''}{layer.weight}"),
+        *_shared(layers, made),
+    )
     return Stages(modules, made, tied, schedule.placement, axis)
 
 
@@ -155,7 +158,3 @@ def _shared(layers: Sequence[Layer], made: Partition) -> Tied:
             if parameter.requires_grad:
                 found.setdefault(parameter, {}).setdefault(stage, f"{place - made.bounds[stage]}.{name}")
     return tuple(tuple(places.items()) for places in found.values() if len(places) > 1)
-
-
-def _name_of_tied(layer: TiedSpec) -> str:
-    return f"{'layer.' if layer.forward is not None else ''}{layer.weight}"
