@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from tplab.errors import MeshError, one_of
@@ -57,8 +58,7 @@ class Pieces:
     @cached_property
     def columns(self) -> tuple[slice, ...]:
         """Where each parameter is in a row."""
-        ends = [sum(self.widths[: place + 1]) for place in range(len(self.widths))]
-        return tuple(slice(end - width, end) for end, width in zip(ends, self.widths))
+        return tuple(slice(end - width, end) for end, width in zip(accumulate(self.widths), self.widths))
 
     @property
     def width(self) -> int:
