@@ -153,17 +153,14 @@ def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKE
     leaves, structure = jax.tree.flatten(params)
     same = list(leaves)
     for bucket in plan_of(leaves, bucket_bytes):
-        for index, x in zip(bucket.indices, _averaged([leaves[index] for index in bucket.indices], names, bucket)):
+        members = [leaves[index] for index in bucket.indices]
+        for index, x in zip(bucket.indices, with_backward(_each, _mean, members, names, bucket)):
             same[index] = x
     return structure.unflatten(same)
 
 
-def _averaged(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
-    """The members as each rank's own, whose gradient becomes the mean over the ranks."""
-    return with_backward(_each, _mean, members, names, bucket)
-
-
 def _each(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
+    """The members as each rank's own, whose gradient becomes the mean over the ranks."""
     return [vary(x, names) for x in members]
 
 

@@ -144,7 +144,8 @@ def _joined(pieces: list[Array], ring: Ring, dim: int) -> list[Array]:
     shape = [axis_size(ring.axis), *pieces[0].shape] if ring.is_stacked else list(pieces[0].shape)
     if not ring.is_stacked:
         shape[dim] = ring.size * axis_size(ring.axis)
-    whole = _empty(tuple(shape), pieces[0])
+    # an array to write piece by piece, which XLA does in place, while it would copy for a concatenation
+    whole = vary(jnp.zeros(shape, pieces[0].dtype), tuple(varying_axes(pieces[0])))
     for piece, array in zip(ring.pieces(), pieces, strict=True):
         begin: list[Any] = [0] * len(shape)
         if ring.is_stacked:
@@ -161,11 +162,6 @@ def _joined_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> lis
 
 def _cut_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
     return list(cut(grads[0], ring, dim))
-
-
-def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    """An array to write piece by piece, which XLA does in place, while it would copy for a concatenation."""
-    return vary(jnp.zeros(shape, like.dtype), tuple(varying_axes(like)))
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

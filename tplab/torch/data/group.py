@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tplab.data.pieces import UnitOptions
 from tplab.torch.comm.collectives import Handle
-from tplab.torch.data.parameters import note_owner
+from tplab.torch.data.parameters import Owner, note_owner
 from tplab.torch.data.pieces import held_in, held_of, message_of, pieces_of, reduced_row, row_of
 from tplab.torch.layers.parameters import CUTS, note_cuts, note_mean
 from tplab.torch.pipeline.copies import at_end_of_pass
@@ -55,14 +55,12 @@ class About(UnitOptions):
         self.names_on(this_rank().mesh)  # so that axes that do not fit together raise here
 
 
-class Group:
+class Group(Owner):
     """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
 
     sites    where each parameter is; between uses, this rank's piece is there, a parameter [n]
     unit     the unit that they belong to, by its name in a trace
     """
-
-    has_taken, takes_whole, in_backward = False, True, False  # as an Owner of the pieces
 
     def __init__(self, sites: Sequence[Sites], about: About, unit: str):
         self.sites, self.about, self.unit = list(sites), about, unit

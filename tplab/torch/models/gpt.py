@@ -79,8 +79,8 @@ class GPT(nn.Module):
         draw_parameters(self, self.parts)
 
     def forward(self, ids: Tensor) -> Any:
-        positions = self.parts.rows(self.positions.weight, ids)
-        x: Any = (dropout(self.embedding(ids) + positions, self._p, axis=self.parts.varies_along),)
+        positions, p = self.parts.rows(self.positions.weight, ids), self.config.dropout if self.training else 0.0
+        x: Any = (dropout(self.embedding(ids) + positions, p, axis=self.parts.varies_along),)
         for block in self.blocks:
             x = block(*x)
             x = x if isinstance(x, tuple) else (x,)
@@ -99,10 +99,6 @@ class GPT(nn.Module):
         if axis is not None:  # the mean number over the ranks
             tokens = all_reduce(tokens, axis).double() / axis_size(axis)
         return loss / tokens.to(loss.dtype) + balance
-
-    @property
-    def _p(self) -> float:
-        return self.config.dropout if self.training else 0.0
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ here would run, and compute something else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -391,22 +391,15 @@ def _pattern(name: str) -> str:
 
 
 def _nothing_matches(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module]) -> str:
-    for name, parameter in _parameters(model):
-        if _matches(pattern, f"{name}.{parameter}"):
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if _matches(pattern, name):
             return (
-                f"{pattern!r} names a parameter; a plan names modules, and {_pattern(name)!r} is the one that holds "
-                "it. The bias of a row is held whole and added once, after the sum"
+                f"{pattern!r} names a parameter; a plan names modules, and {_pattern(name.rpartition('.')[0])!r} is "
+                "the one that holds it. The bias of a row is held whole and added once, after the sum"
             )
     known = list(dict.fromkeys(_pattern(name) for name in modules if name))
     near = get_close_matches(pattern, known, 3, 0.4) or known[:3]
     return f"{pattern!r} matches no module of {type(model).__name__}; similar names are {', '.join(map(repr, near))}"
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The module of each parameter, and its name in that module."""
-    for name, module in model.named_modules():
-        for parameter, _ in module.named_parameters(recurse=False):
-            yield name, parameter
 
 
 def _check_family(model: nn.Module, plan: Plan, family: str, function: str) -> None:
