@@ -14,6 +14,9 @@ REDUCTIONS = ("mean", "sum", "none")
 MODES = ("gather", "scatter", "none")
 """The modes of the overlapped linear layers."""
 
+LayoutName = Literal["contiguous", "zigzag", "striped"]
+"""Which tokens of a sequence each rank holds: see `tplab.sequence.TokenLayout`."""
+
 SequenceScheme = Literal["ring", "gather", "head"]
 SEQUENCE_SCHEMES: tuple[SequenceScheme, ...] = get_args(SequenceScheme)
 """How ranks that share a sequence attend to one another's tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from tplab.errors import ShapeError, one_of
 from tplab.experts.losses import BALANCE
 from tplab.experts.routing import Routing
 from tplab.mesh import Axis
-from tplab.models.checks import ACTIVATIONS, SequenceScheme
+from tplab.models.checks import ACTIVATIONS, LayoutName, SequenceScheme
 from tplab.sharding import P
 
 NORMS = ("layer", "rms")
@@ -235,7 +235,7 @@ class Parts:
     sequence_parallel: bool = False
     data_axis: Axis | None = None
     context_axis: Axis | None = None
-    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"
+    layout: LayoutName = "zigzag"
     scheme: SequenceScheme = "ring"
     expert_axis: Axis = "ep"
     dispatch: str = "all_to_all"
