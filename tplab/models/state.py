@@ -19,8 +19,9 @@ Join = Callable[[list[Any], int], Any]
 
 
 def split_state(state: State, specs: State, mesh: Mesh) -> list[dict[str, Any]]:
-    """The part of a whole state that each rank of `mesh` holds, according to the specs.
+    """The part of a whole state that each rank of `mesh` holds. (In JAX `run` does this itself: in_specs=layer.specs.)
 
+    state   name -> whole array; dicts may be nested, as JAX's parameters are        specs   the same structure of P
     A dim that does not divide evenly is cut into pieces of ceil(n / R), the last ones smaller, like a vocabulary. For
     NumPy and torch, the pieces are views of the whole. Raises SpecError if the names of state and specs differ.
     """
