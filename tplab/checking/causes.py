@@ -41,7 +41,6 @@ class Sizes:
     """The numbers of a run that may explain a factor: ranks, ranks of a group, microbatches."""
 
     def __init__(self, ranks: int, groups: Iterable[int], microbatches: int = 1):
-        self.ranks = ranks
         self._counts: dict[int, list[str]] = {}
         for count, words in (
             (ranks, "the number of ranks"),
