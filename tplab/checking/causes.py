@@ -49,7 +49,7 @@ class Sizes:
         ):
             self._counts.setdefault(count, []).append(words)
         self._counts.setdefault(ranks * microbatches, ["ranks times microbatches"])
-        self._counts.pop(1, None)
+        self._counts = {count: words for count, words in self._counts.items() if count > 1}
 
     def named(self, factor: float) -> str:
         """Return an explanation of the factor, such as "4 (the number of ranks)", with all explanations that fit
