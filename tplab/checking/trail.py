@@ -110,6 +110,13 @@ class Trails:
         ops = self._ends.ops
         return [*dict.fromkeys(ops[at].line for at in sorted(self._wrong_ones(self._ends, None)) if ops[at].sent)]
 
+    def sums_after(self, begun: Sequence[Op]) -> list[str]:
+        """Return the lines of collectives in functions with a wrong result, after the last of some operations."""
+        ops, keys = self._ends.ops, {one.key for one in begun}
+        start = max((at for at, op in enumerate(ops) if op.key in keys), default=len(ops))
+        wrong = sorted(at for at in self._wrong_ones(self._ends, None) if at > start)
+        return [*dict.fromkeys(line for at in wrong for line in ops[at].sent)]
+
     def alike(self, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return results that are equal on every rank, by words for them."""
         made = {op.key: op.values[0] for op in self._ours[0].ops if op.values and op.values[0].shape == shape}
@@ -162,10 +169,17 @@ class Trails:
         return [*found]
 
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
-        """Yield the places of an operation's inputs that are other parts of the reference's, and the expected parts."""
+        """Yield the places of an operation's inputs that are other parts of the reference's, or in another order, and
+        the expected parts."""
         for place in op.given:
+            spread = self._spread(op, lambda one, _, place=place: one.at(place))
+            is_part = spread is not None and abs(spread.factor - 1) < 1e-2 and not spread.is_partial
             for found in self._cuts([other.key for other in self._alike(op) if place in other.given], place):
-                if op.key in found and any(self.mistaken(op.key, place, found[op.key])):
+                if op.key not in found:
+                    continue
+                differs = not all(np.allclose(ops[op.key].given[place][0], found[op.key][rank], 1e-4, 1e-6)
+                                  for rank, ops in enumerate(self._by_key))  # fmt: skip
+                if any(self.mistaken(op.key, place, found[op.key])) or (is_part and differs):
                     yield place, found
 
     def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
@@ -226,9 +240,10 @@ class Trails:
         held = {key: [x.shape for ops in self._by_key if key in ops and (x := ops[key].at(place)) is not None]
                 for key in keys}  # fmt: skip
         wholes = {key: x for key in keys if (x := self._theirs[key].at(place)) is not None}
-        if len(wholes) < len(held) or any(shapes != shapes[:1] * len(self._ours) for shapes in held.values()):
+        if len(wholes) < len(held) or any(len(shapes) < len(self._ours) for shapes in held.values()):
             return
-        ways = [deals(whole, held[key][0], len(self._ours)) for key, whole in wholes.items()]
+        ways = [deals(whole, held[key][0], len(self._ours)) if len({*held[key]}) == 1 else _uneven(whole, held[key])
+                for key, whole in wholes.items()]  # fmt: skip
         yield from (dict(zip(wholes, parts)) for parts in in_step(ways))
 
     def first_wrong(self, made: np.ndarray | None = None) -> Op | None:
@@ -401,6 +416,14 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
     some = slice(int(apart[0]), int(apart[0]) + 4)
     first, second = (", ".join(f"{float(x):.5g}" for x in values.reshape(-1)[some]) for values in (got, want))
     return f"{first}, ... from element {some.start} on, where the reference has {second}, ..."
+
+
+def _uneven(whole: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[int, np.ndarray]]:
+    """Yield the whole cut along one dim into parts of these shapes, one for each rank."""
+    for dim, size in enumerate(whole.shape):
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == whole.ndim}
+        if rest == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
+            yield dict(enumerate(np.split(whole, np.cumsum([shape[dim] for shape in shapes])[:-1], dim)))
 
 
 def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:

@@ -251,6 +251,8 @@ _COMBINED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "maximum": lambda parts: parts.amax(0),
     "logsumexp": lambda parts: parts.logsumexp(0),
     "root of the sum of squares": lambda parts: parts.square().sum(0).sqrt(),
+    "first rank's value": lambda parts: parts[0],
+    "last rank's value": lambda parts: parts[-1],
 }
 """See `forward.COMBINED`."""
 

@@ -109,6 +109,10 @@ class Watched(WatchedSteps):
     def compute(self, func: Any, args: Sequence[Any], found: Any) -> None:
         """Note a call of a torch function outside of autograd."""
         if not self.is_looking:
+            name, x = getattr(func, "__name__", ""), args[0] if args else None
+            is_in_place = name.startswith("__i") or (name.endswith("_") and name[-2:] != "__")
+            if is_in_place and isinstance(x, Tensor) and self.moment == "reduction" and not self._made:
+                self.step_by_hand(x)
             self.by_hand.see(func, args, found, self.step, self.moment, self._backward_in)
 
     def keep_apart(self) -> None:
