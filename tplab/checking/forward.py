@@ -141,8 +141,8 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
                       for held, want in filter(None, values) for group in way]  # fmt: skip
             if any(gap(total, want) > 1e-5 * largest(want) for total, want in totals):
                 continue
-            if how.endswith("value") and totals[0][1].size == 1:
-                continue  # one number of one rank may be right by chance
+            if how.endswith("value") and (made is not None or totals[0][1].size == 1):
+                continue  # one number may be right by chance, and what one rank draws is no part
             those, line = over(facts, way), ops[0].line
             late = trails.sums_after(ops) if how == "sum" else []
             cause = (
