@@ -143,6 +143,40 @@ CASES = {
         "the maximum of it over ranks is the reference's",
         what="parameters",
     ),
+    "a neighbour's token, whose gradient is not sent back": Case(
+        """\
+    LINE
+    tail = hidden[:, -1:]
+    before = torch.cat([Left.apply(tail), hidden[:, :-1]], 1)
+    labels = y.view(2, 4).chunk(world, 1)[rank].flatten()
+    (F.cross_entropy(head(hidden * before).flatten(0, 1), labels) / world).backward()
+    reduced(mean=False)
+    optimizer.step()
+""",
+        "hidden, is_sent_back = net(x.view(2, 4, 6).chunk(world, 1)[rank]), True",
+        "hidden, is_sent_back = net(x.view(2, 4, 6).chunk(world, 1)[rank]), False",
+        "A part of it is lost on the way",
+        what="gradient",
+        head=HEAD.replace(
+            "torch.manual_seed",
+            """\
+def from_rank(x, other):
+    parts = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(parts, x.contiguous())
+    return parts[other] if 0 <= other < world else torch.zeros_like(x)
+
+class Left(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return from_rank(x, rank - 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return from_rank(grad, rank + 1) if is_sent_back else torch.zeros_like(grad)
+
+torch.manual_seed""",
+        ),
+    ),
     "an update by hand, in a basis of each rank's own": Case(
         """\
     F.cross_entropy(head(net(own)), labels).backward()

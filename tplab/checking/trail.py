@@ -306,6 +306,37 @@ class Trails:
                     return found
         return ""
 
+    def lost_on_the_way(self) -> Iterator[tuple[Op, int, str, dict[int, np.ndarray]]]:
+        """Yield results of operations to which another gradient comes back than the reference's, though what takes them
+        gets a right one: the operation, the number of the result, how the gradient differs, and the expected ones."""
+        known = set[Key]()
+        for trail in self._ours:
+            consumers = self._consumers(trail)
+            for number, op in reversed([*enumerate(trail.ops)]):
+                theirs = self._theirs.get(op.key)
+                above = [trail.ops[at] for at in consumers.get(number, ())]
+                spreads = [self._arrived(one, at) for one in above for at in one.arrived]
+                if (
+                    op.key in known
+                    or op.sent
+                    or not theirs
+                    or any(abs(x.factor - 1) > 1e-2 for x in spreads if x and x.factor)
+                ):
+                    continue
+                known.add(op.key)
+                for place in sorted({*op.arrived} & {*theirs.arrived}):
+                    has = {
+                        rank: ops[op.key].arrived.get(place) for rank, ops in enumerate(self._by_key) if op.key in ops
+                    }
+                    want = theirs.arrived[place]
+                    shapes = [x.shape for x in has.values() if x is not None]
+                    ways = [dict.fromkeys(has, want)] if {*shapes} == {want.shape} and want.any() and want.ndim else []
+                    ways += _uneven(want, shapes) if len(shapes) == len(self._ours) > 1 and not ways else []
+                    for found in ways:
+                        words = [difference(x, found[rank]) for rank, x in has.items() if x is not None]
+                        if first := next(filter(None, words), ""):
+                            yield op, place, first, found
+
     def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Observed | None) -> str:
         """Go from an operation that passes on a wrong gradient towards the loss, to the one that makes it wrong."""
         to: int | None = None

@@ -234,6 +234,7 @@ class Mending(MendedSteps):
             key: torch.from_numpy(np.array(pieces[self.rank]))
             for one in self._of("put")
             for key, pieces in one.values.items()
+            if self.rank in pieces
         }
 
     @property

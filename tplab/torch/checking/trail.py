@@ -62,6 +62,8 @@ class Recorder:
         """Return the result of an operation, or the one to put in its place, with the original gradient."""
         if isinstance(found, tuple):
             return type(found)(self._placed(op, x, place) for place, x in enumerate(found))
+        if (gradient := self._put.get((op.key, "back", place))) is not None and found.requires_grad:
+            found.register_hook(lambda x: gradient.to(x))
         if (value := self._put.get((op.key, ~place) if place else op.key)) is None:
             return found
         value = value.to(found)
