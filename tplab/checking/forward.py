@@ -39,24 +39,11 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _by_another_number(trails, op)
         yield from _of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
-    yield from _of_other_limits(facts, trails)
     yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
     yield from _of_targets(facts, trails)
-    for at in dict.fromkeys([line, *trails.wrong_sums]):
+    limits, sums = trails.suspects
+    for at in dict.fromkeys([*limits, line, *sums]):
         yield from _in_its_place(facts, trails, at, is_first=at == line)
-
-
-def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
-    """Yield comparisons with another number than the reference's, such as an expert's capacity for tokens."""
-    for op, limit, values in trails.other_limits():
-        was = plain(op.compares or 0.0)
-        cause = (
-            f"this line compares with {was}, and in the reference with {plain(limit)}: the number comes from what a "
-            "rank has, as the capacity of an expert that is computed from the rank's own tokens, where that of all is "
-            "meant. What is compared, such as a token's place among all that chose the expert, must be of all, too"
-        )
-        words = f"the reference's comparison with {plain(limit)} in place of that with {was} at {op.line}"
-        yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, op.line)
 
 
 def _of_other_parts(facts: Facts, line: str, used: Collection[str]) -> Iterator[Hypothesis]:
@@ -154,7 +141,9 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
                     f"ranks compute different values here, and the {how} is the reference's: all ranks need that one"
                 )
             words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
-            first = [Repair("mean", words, at) for at in late]  # of what is then the same on all ranks
+            first = [
+                Repair("scale", words, at, by=1 / len(way[0])) for at in late
+            ]  # of what is then the same on all ranks
             ways_back = [1.0, 1 / len(way[0])]  # each rank may have the gradient of its part of the loss, or of all
             ways_back = ways_back if any(one.arrived for one in ops) else ways_back[:1]
             for by in ways_back[:: -1 if any({*way[0]} <= {*group} for group in facts.copies) else 1]:
@@ -225,7 +214,7 @@ def _in_its_place(
                         times=facts.number)  # fmt: skip
         wrong = f"{words}{_too_much(facts, trails, values)}"
         inputs = "the inputs of this line are right and its result is wrong"
-        inputs = inputs if is_first else "what this line combines over ranks is wrong"
+        inputs = inputs if is_first else "what this line computes is wrong"
         cause = f"{'in the forward pass, ' * (made is None)}{inputs}: {wrong}"
         yield Hypothesis(repair, cause, line)
 

@@ -207,9 +207,10 @@ def parameters(facts: Facts) -> Found:
 def _begun(facts: Facts, what: Literal["parameters", "buffers"], name: str) -> tuple[str, list[Hypothesis]]:
     """Return the line where a value that ranks end the step with goes wrong, "" if not known, and hypotheses."""
     facts.wants_trails = True
-    held = getattr(facts.mine[0], what).get(name)
-    op = facts.trails.first_wrong(held.values) if facts.trails and held is not None else None
-    return ("", []) if op is None or held is None else (op.line, [*of_value(facts, facts.trails, op, held.values)])
+    held, trails = getattr(facts.mine[0], what).get(name), facts.trails
+    if trails is None or held is None or (op := trails.first_wrong(held.values)) is None:
+        return "", []
+    return op.line, [*of_value(facts, trails, op, held.values)]
 
 
 def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis]:

@@ -13,8 +13,8 @@ from torch._C import DisableTorchFunction
 
 from tplab.checking.source import returned
 from tplab.checking.trail import Op, Trail
-from tplab.torch.checking.made import compares, node_of, times
 from tplab.torch.checking.names import Names
+from tplab.torch.checking.origins import compares, is_in_place, node_of, times
 from tplab.torch.checking.pieces import array_of, is_there
 from tplab.torch.private import graph_task, transform
 from tplab.torch.ranks.meter import tensors_in
@@ -67,7 +67,7 @@ class Recorder:
         if (value := self._put.get((op.key, ~place) if place else op.key)) is None:
             return found
         value = value.to(found)
-        if op.key[1].startswith("__i") or (op.key[1].endswith("_") and op.key[1][-2:] != "__"):  # in place
+        if is_in_place(op.key[1]):
             with torch.no_grad():
                 return found.copy_(value)
         return found + (value - found).detach() if found.is_floating_point() else value

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from tplab.checking.recording import Piece, Seen, Step
-from tplab.torch.checking.made import made, terms
 from tplab.torch.checking.mending import Mending
 from tplab.torch.checking.names import Names, address_of, parameters_of
-from tplab.torch.checking.origins import Origins
+from tplab.torch.checking.origins import Origins, made, terms
 from tplab.torch.checking.pending import Draws, Pending
 from tplab.torch.checking.pieces import is_reduced, is_there, nudged, piece_of, put_piece, reduced, sampled
 from tplab.torch.checking.plan import Enough, Plan
@@ -243,11 +242,6 @@ class WatchedSteps:
         self.step.lines |= self.origins.lines(optimizer)
         with self.looks():
             self.mending.begin_update(optimizer)
-
-    def step_by_hand(self, x: Tensor) -> None:
-        """Note an update of a parameter by a script that has no optimizer."""
-        if self.names.at(address_of(x))[0] == "parameter":
-            self.step.lines["step"] = self.line()
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._inside is optimizer:
