@@ -226,5 +226,28 @@ def test_a_query_of_all_ranks_beside_parts_of_the_keys_is_right(tmp_path: Path):
     assert report.verdict == "same", str(report)
 
 
+def test_ranks_that_share_the_edges_of_a_graph_do_not_repeat_their_work(tmp_path: Path):
+    text = """\
+    hidden, columns = net(x), slice(rank * 8 // world, (rank + 1) * 8 // world)
+    sent = Copy.apply(hidden)[columns]
+    F.cross_entropy(head(hidden + Sum.apply((x @ x.t())[:, columns] @ sent)), y).backward()
+    optimizer.step()
+"""
+    copy = """\
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return over_ranks(grad)
+
+torch.manual_seed"""
+    (tmp_path / "train.py").write_text(HEAD.replace("torch.manual_seed", copy) + text)
+    report = same_model(tmp_path / "train.py", ranks=2, steps=2)
+    assert report.verdict == "same", str(report)
+
+
 def test_a_loss_that_is_almost_right_is_not_one_time_the_reference():
     assert times(1.0005) == "1.0005"
