@@ -21,8 +21,8 @@ from tplab.widgets.layouts import words
 from tplab.widgets.layouts.survey import exactly, survey
 from tplab.widgets.layouts.tasks import TASKS
 from tplab.widgets.layouts.words import GIB
-from tplab.widgets.paper.bench import Bench
 from tplab.widgets.paper.measured import check_measured
+from tplab.widgets.paper.task import Bench
 
 OWN = {
     "layers": ("layers", 1024),
