@@ -67,22 +67,14 @@ class Diagnosis:
         self.rows: list[Row] = []
         self.findings: list[Finding] = []
 
-    def ask(self) -> None:
-        """Raise NeedsWeights or NeedsSamples if the reference must run again with those of the ranks."""
-        try:
-            if any(finite(self.facts)) or any(isinstance(one, Finding) for one in weights(self.facts, may_ask=True)):
-                return
-            if not self.handed:
-                list(samples(self.facts, may_ask=True))
-        except NothingToTell:
-            pass
-
-    def report(self) -> SameModel:
+    def report(self, may_ask: bool = False) -> SameModel:
+        """Return the report. With `may_ask`, raise NeedsWeights or NeedsSamples if the reference must run again with
+        those of the ranks."""
         seen = [*self.facts.ours, *self.facts.reference.seen]
         count, reason = min(one.num_steps for one in seen), ""
         try:
             for self.facts.number in range(count):
-                self._compare_step()
+                self._compare_step(may_ask and not self.facts.number)
                 if self.findings:
                     break
             else:
@@ -128,18 +120,18 @@ class Diagnosis:
             "seed and cut it"
         )
 
-    def _compare_step(self) -> None:
+    def _compare_step(self, may_ask: bool) -> None:
         for compare in (skipped, finite):
             if not self.findings:
                 self._collect(compare(self.facts))
         if self.facts.number == 0 and not self.findings:
-            self._collect(weights(self.facts, may_ask=False))
+            self._collect(weights(self.facts, may_ask))
         if self.findings:
             self._follows("samples")
         elif self.handed:
             self.rows.append(self.facts.row("samples", None, "the reference was given those that the ranks drew"))
         else:
-            self._collect(samples(self.facts, may_ask=False))
+            self._collect(samples(self.facts, may_ask))
         for what, comparisons in _AFTER.items():
             for compare in comparisons:
                 if self.findings:

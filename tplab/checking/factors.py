@@ -39,7 +39,7 @@ class Factors(Case):
         yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
         for sent in self.reductions if factor < 1 else ():
             words = f"multiplication by {plain(1 / factor)} after {sent.where}"
-            yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
+            yield Hypothesis(Repair("scale", words, sent.where, by=1 / factor), _AVERAGED, sent.where)
         if not self.reduction and not self.is_split and self.facts.sizes.named(factor):
             yield _loss(factor, self.made_last, *of_all)
 
@@ -93,7 +93,7 @@ class Factors(Case):
         if (line := line_of_loss(facts)) and factor > 1:
             words = f"the mean in place of the sum at {line}"
             cause = of_ranks if self.reductions else "the losses of ranks are added up, where their mean is meant"
-            yield Hypothesis(Repair("mean", words, line, by=factor), cause, line, thread("loss"))
+            yield Hypothesis(Repair("scale", words, line, by=1 / factor), cause, line, thread("loss"))
         if not self.reductions:  # nothing sums or averages gradients
             of_ranks = "the loss is multiplied by a number that is not the reference's"
         batches, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
@@ -130,11 +130,12 @@ class Factors(Case):
                 if not self.is_all and self.ways_of(self.others) == {"mean"}:
                     cause = _SOME_ADDED_UP
                 names = () if self.is_all or not sent.on else self.own_names
-                repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
+                words = f"the mean in place of the sum at {sent.where}"
+                repair = Repair("scale", words, sent.where, names, by=1 / len(sent.ranks))
                 yield Hypothesis(repair, cause, sent.where, thread("loss"))
             if sent.reduction == "mean" and near(factor * len(sent.ranks), 1):
                 words = f"the sum in place of the mean at {sent.where}"
-                yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
+                yield Hypothesis(Repair("scale", words, sent.where, by=1 / factor), _AVERAGED, sent.where)
 
     def _scaled_backward(self, factor: float) -> Iterator[Hypothesis]:
         """Yield operations whose backward pass may multiply."""

@@ -40,7 +40,7 @@ def log(facts: Facts) -> Found:
             "same, but the loss where the backward pass begins, and the loss that is logged, are sums. Average it"
         )
         where = line_of_loss(facts) or backward
-        repair = Repair("mean", f"the mean in place of the sum at {where}", where)
+        repair = Repair("scale", f"the mean in place of the sum at {where}", where, by=1 / max(round(factor), 1))
         yield facts.fault("loss", facts.words_of(factor), where, factor=factor, values=values,
                           lines=[backward, got.where],
                           hypotheses=[Hypothesis(repair, cause, where, thread("loss"))])  # fmt: skip

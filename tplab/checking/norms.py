@@ -209,7 +209,7 @@ def _repairs(facts: Facts, line: str) -> Iterator[Repair]:
     for at in dict.fromkeys(differ):
         numbers = {number: dict(step.scaled).get(at) for number, step in enumerate(steps)}
         words = f"the number by which the reference multiplies gradients at {at}"
-        yield Repair("numbers", words, at, values=numbers)
+        yield Repair("factor", words, at, values=numbers)
 
 
 def _scales(facts: Facts) -> tuple[float | None, dict[int, float]]:

@@ -33,14 +33,13 @@ class Mending(MendedSteps):
         if not self._repairs:
             return run(take)
         own = put[min(call.place.index, len(put) - 1)] if isinstance(put, list | tuple) and put else put
-        for one in self._here(own, "mean", "sum", "skip", "last", "gradients", "wait", "parameters"):
+        for one in self._here(own, "scale", "skip", "last", "gradients", "wait", "parameters"):
             if one.kind == "wait":
                 work = run(take)
                 work.wait()
                 return work
-            if one.kind in ("mean", "sum"):
-                by = _scale(one, len(call.place.group))
-                return run(lambda y, by=by: take(y * by))
+            if one.kind == "scale":
+                return run(lambda y, by=one.by: take(y * by))
             if one.kind == "last":
                 self._turns[one.line, self._step] += 1
                 if self._turns[one.line, self._step] > one.times:
@@ -56,9 +55,9 @@ class Mending(MendedSteps):
 
     def of_tplab(self, run: Callable[[Tensor], Any], call: Any, x: Tensor) -> Any:
         """Run a collective of tplab with `run(x)`."""
-        for one in self._here(x, "mean", "sum", "skip", "gradients") if self._repairs else ():
-            if one.kind in ("mean", "sum"):
-                return run(x * _scale(one, len(call.place.group)))  # a sum is linear
+        for one in self._here(x, "scale", "skip", "gradients") if self._repairs else ():
+            if one.kind == "scale":
+                return run(x * one.by)  # a sum is linear
             if call.op == "all_reduce":
                 return x.clone()
         return run(x)
@@ -103,14 +102,12 @@ class Mending(MendedSteps):
             if name in one.names and first is not None and first.is_floating_point():
                 combined = self._cast(first, one.combine, one.group_of(self.rank), one.by)
                 found = type(found)((combined, *found[1:])) if isinstance(found, tuple) else combined
-        if name in MULTIPLIES and any(self._of("factor", "numbers", line=line)):
+        if name in MULTIPLIES and self.has("factor", line):
             by = times(name, args) or times(name, (None, *args[1:2]))
             for one in self._of("factor", line=line):
-                if by is not None and near(by, one.was):
-                    found = _times(found, one.by / one.was, name)
-            for one in self._of("numbers", line=line):
-                if by and one.values.get(self._step):
-                    found = _times(found, one.values[self._step] / by, name)
+                should = one.values.get(self._step) if one.values else one.by
+                if by and should is not None and (one.values or near(by, one.was)):
+                    found = _times(found, should / by, name)
         return found
 
     def applied(self, line: str, returned: str, found: Any) -> Any:
@@ -265,13 +262,6 @@ class Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, None, *ctx.back(gradients), *(None for _ in gradients)
-
-
-def _scale(one: Repair, size: int) -> float:
-    """Return the factor of a collective's result."""
-    if one.by != 1.0:
-        return 1 / one.by
-    return 1 / size if one.kind == "mean" else float(size)
 
 
 def _written(x: Any, found: Any) -> None:
