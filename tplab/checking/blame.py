@@ -56,7 +56,7 @@ def _finding(case: Hypotheses) -> Finding:
     by, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
     factor = 1.0 if factor is None else factor
     is_loss = is_scaled and case.is_all and by is not None and abs(by - factor) < 5e-3 * abs(factor)
-    if is_loss or (kind == "other" and _is_loss_off(facts)):
+    if is_loss or (kind == "other" and facts.is_loss_off):
         mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
         factor = factor if is_loss else mean / want
         words = facts.sizes.words(factor) if is_loss else f"{times(factor)} times the reference's"
@@ -83,13 +83,6 @@ def _finding(case: Hypotheses) -> Finding:
         "gradient", words, where, names=case.names, factor=first.factor, values=values, ranks=ranks, lines=case.lines,
         hypotheses=[*case.hypotheses, *tried],
     )  # fmt: skip
-
-
-def _is_loss_off(facts: Facts) -> bool:
-    has, want = facts.losses(), facts.reference.loss(facts.number)
-    slack = facts.reference.slack_of_loss(facts.number)
-    slack = max(slack, facts.reference.epsilon)  # a loss that is always 0 is no evidence
-    return bool(has and want and min(abs(np.mean(has) - want), abs(sum(has) - want)) > slack)
 
 
 def _loss(facts: Facts, is_right: bool) -> Found:

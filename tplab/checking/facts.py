@@ -196,6 +196,14 @@ class Facts:
         """Return the loss of each rank that has one, summed over its microbatches."""
         return [sum(value for value, _ in step.losses) for step in self.mine if step.losses]
 
+    @property
+    def is_loss_off(self) -> bool:
+        """Whether neither the mean of the ranks' losses nor their sum is the reference's."""
+        has, want = self.losses(), self.reference.loss(self.number)
+        slack = self.reference.slack_of_loss(self.number)
+        slack = max(slack, self.reference.epsilon)  # a loss that is always 0 is no evidence
+        return bool(has and want and min(abs(np.mean(has) - want), abs(sum(has) - want)) > slack)
+
     def times_loss(self) -> float | None:
         """Return the mean loss of the ranks divided by the reference's; None if either was not seen."""
         has, want = self.losses(), self.reference.loss(self.number)

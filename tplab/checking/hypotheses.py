@@ -86,7 +86,9 @@ class Hypotheses(Factors):
 
     def _lost(self) -> Iterator[Hypothesis]:
         """Yield the repair that replaces the gradient that comes back to a result by the reference's."""
-        lost = self.facts.trails.lost_on_the_way() if self.kind == "other" and self.facts.trails else iter(())
+        facts = self.facts
+        is_of_backward = self.kind == "other" and not facts.is_loss_off
+        lost = facts.trails.lost_on_the_way() if facts.trails and is_of_backward else iter(())
         for op, place, words, values in itertools.islice(lost, 2):
             cause = (
                 "the gradient that comes back to what this line computes is not the reference's, and what takes it "

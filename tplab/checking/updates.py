@@ -197,7 +197,8 @@ def parameters(facts: Facts) -> Found:
         hypotheses.append(Hypothesis(repair, cause, after[0]))
     op, found = _begun(facts, "parameters", next(mine for _, mine, _ in facts.holders(names[0])))
     casts = [one for one in found if one.repair.kind == "cast"]
-    hypotheses = [*casts, *hypotheses, *_of_whole_tensors(facts, names), *(one for one in found if one not in casts)]
+    whole_first = [*_of_whole_tensors(facts, names), *casts]
+    hypotheses = [*whole_first, *hypotheses, *(one for one in found if one not in casts)]
     yield facts.fault(
         "parameters", words, after[0] if after else op or line, names=names, factor=factor, values=values, ranks=ranks,
         lines=[line], hypotheses=hypotheses, seen=seen,
