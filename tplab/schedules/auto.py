@@ -13,12 +13,12 @@ from tplab.errors import ScheduleError
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
-from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from tplab.schedules.rules.greedy import Durations, Policy, list_schedule
-from tplab.schedules.rules.row import chain, row
+from tplab.schedules.rules.row import row
+from tplab.schedules.rules.spelled import zb_v
 from tplab.schedules.rules.stamp import Block, blocks, v_half, v_min
+from tplab.schedules.rules.turns import gpipe, interleaved_1f1b, interleaved_zb, looped_bfs, one_f_one_b, zb_h1, zb_h2
 from tplab.schedules.rules.waves import hanayo
-from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import peak_activations
@@ -183,7 +183,7 @@ def _durations(held: Placement, microbatches: int, costs: Costs, split: bool) ->
     """The costs in the form that list scheduling needs: one figure per stage, the mean over the microbatches."""
     k = np.arange(microbatches)
     kinds = (F, I, W) if split else (F, B)
-    rows = [chain(*(row(kind, stage, k) for kind in kinds for stage in stages)) for stages in held]
+    rows = [np.concatenate([row(kind, stage, k) for kind in kinds for stage in stages]) for stages in held]
     template = Schedule(rows, held)
     duration = costs.durations(template)
 
