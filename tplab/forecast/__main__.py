@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tplab.cost import NAMED
-from tplab.errors import TplabError, near
+from tplab.errors import TplabError
 from tplab.forecast.clusters import COLUMNS, USUAL, add_flags, check_dtype, flagged
 from tplab.forecast.forecast import Forecast
 from tplab.forecast.memory import room
-from tplab.forecast.model import MODELS, Model
 from tplab.forecast.page import to_page
 from tplab.forecast.plan import ATTENTION, STATE_DTYPES
 from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
@@ -75,15 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.model is None or given.gpus is None or given.batch is None:
         parser.error("give a model, --gpus and --batch, as in: llama3-70b --gpus 256 --batch 1024; or --rows")
     stack, sequence = given.stack or "megatron", SEQUENCE if given.sequence is None else given.sequence
-    for name in ("gpus", "batch", "sequence", "virtual", "top"):
-        if (number := getattr(given, name)) is not None and number < 1:
-            parser.error(f"{name} is {number}; it must be 1 or more")
+    if given.top < 1:
+        parser.error(f"top is {given.top}; it must be 1 or more")
     if given.compiled and stack != "fsdp":
         parser.error(f"--compiled is a choice of --stack fsdp; it changes nothing for {stack}")
     if given.html and not Path(given.html).parent.is_dir():
         parser.error(f"--html {given.html}: there is no folder {Path(given.html).parent}")
     try:
-        model, cluster = _model(given.model), flagged(given, USUAL)
+        model, cluster = model_of({"model": given.model}), flagged(given, USUAL)
         check_dtype(cluster, "bfloat16")
         if given.etp and not model.experts:
             parser.error(f"--etp divides experts, and {model.name} has none")
@@ -120,16 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError as error:
             parser.refuse(f"--html {given.html}: {error.strerror}")
         print(f"\n{given.html}")
-
-
-def _model(name: str) -> Model:
-    if name.endswith(".json"):
-        return Model.of_config(name)
-    try:
-        return model_of({"model": name})
-    except ValueError:
-        also = f"nor is that the path of a config.json{near(name, MODELS)}"
-        raise ValueError(f"no model is named {name!r}, {also}") from None
 
 
 def _rows(parser: Parser, table: str, out: str) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tplab.cost import Cluster, find
-from tplab.forecast.classes import Measured
 from tplab.forecast.memory import Held, memory, room
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
@@ -18,10 +17,10 @@ from tplab.schedules import Simulation
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """The time and memory of a step of `batch` sequences.
+class Forecast(Step):
+    """The time and memory of a step of `batch` sequences: its seconds and their parts are those of a `Step`.
 
-    step     seconds and their parts       held   what the ranks at each place of a pipeline hold at their peak
+    held     what the ranks at each place of a pipeline hold at their peak
     """
 
     model: Model
@@ -30,34 +29,9 @@ class Forecast:
     batch: int
     sequence: int
     stack: Stack
-    step: Step = field(repr=False)
     held: tuple[Held, ...] = field(repr=False)
 
     # --- time --------------------------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
-
-    @property
-    def low(self) -> float | None:
-        """Scaled to this forecast, nine of ten measured steps of its class took between `low` and `high` seconds; None
-        if the plan is outside what was measured."""
-        return self.step.low
-
-    @property
-    def high(self) -> float | None:
-        return self.step.high
-
-    @property
-    def measured(self) -> Measured | None:
-        """Measured steps like this one, and the errors of their forecasts; None if there are none."""
-        return self.step.measured
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Seconds by reason; they add up to `seconds`."""
-        return self.step.parts
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,10 +55,10 @@ class Forecast:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def memory(self) -> Sequence[Held]:
         """The memory of each rank of the plan's mesh: `memory[rank]`."""
-        return _ByRank(self.plan, self.held)
+        return tuple(self.held[self.plan.pipeline_rank(rank)] for rank in range(self.plan.ranks))
 
     @cached_property
     def worst_rank(self) -> int:
@@ -95,7 +69,7 @@ class Forecast:
     @property
     def peak(self) -> Held:
         """The memory of the fullest rank."""
-        return self.memory[self.worst_rank]
+        return max(self.held, key=lambda held: held.total)
 
     @property
     def usable(self) -> float:
@@ -127,7 +101,7 @@ class Forecast:
 
     def __str__(self) -> str:
         gib, rate = 2**30, f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
-        took = f"{self.seconds:.3g} s ({self.step.between}), {rate}, MFU {self.mfu:.1%}"
+        took = f"{self.seconds:.3g} s ({self.between}), {rate}, MFU {self.mfu:.1%}"
         held = f"{self.peak.total / gib:.1f} of {self.usable / gib:.1f} GiB on rank {self.worst_rank}"
         return f"{self.plan}: {took}; {held}. {self.why}"
 
@@ -151,19 +125,7 @@ def forecast(
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack, plan)
     taken = step(model, plan, cluster, batch, sequence, stack)
-    return Forecast(model, plan, cluster, batch, sequence, stack, taken, memory(model, plan, batch, sequence, stack))
-
-
-class _ByRank(Sequence[Held]):
-    """What the ranks of each pipeline place hold, by the rank's number."""
-
-    def __init__(self, plan: Plan, held: Sequence[Held]):
-        self._plan, self._held = plan, held
-
-    def __len__(self) -> int:
-        return self._plan.ranks
-
-    def __getitem__(self, rank):  # type: ignore[override]  # a rank's, or a list of several
-        if isinstance(rank, slice):
-            return [self[one] for one in range(len(self))[rank]]
-        return self._held[self._plan.pipeline_rank(range(len(self))[rank])]
+    held = memory(model, plan, batch, sequence, stack)
+    return Forecast(
+        **vars(taken), model=model, plan=plan, cluster=cluster, batch=batch, sequence=sequence, stack=stack, held=held
+    )

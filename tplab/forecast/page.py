@@ -81,7 +81,7 @@ def to_page(title: str, about: str, found: Sequence[Forecast], lost: Mapping[str
 def _rows(found: Sequence[Forecast]) -> Iterator[str]:
     for number, one in enumerate(found, 1):
         rate = f"{one.tokens_per_second_per_gpu:,.0f}<td>{one.mfu:.1%}<td>{one.peak.total / GIB:.1f}"
-        took = f"{one.seconds:.3g}<td>{one.step.between}"
+        took = f"{one.seconds:.3g}<td>{one.between}"
         yield f"<tr><td>{number}<td>{escape(str(one.plan))}<td>{took}<td>{rate}</tr>"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from tplab.cost import Cluster
 from tplab.errors import TplabError, near
-from tplab.forecast.cells import cells, number, plain, says, switch, whole
+from tplab.forecast.cells import cells, fields_of, plain, says, switch, whole
 from tplab.forecast.clusters import COLUMNS, check_dtype, cluster_of
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.model import MODELS, Model
@@ -147,30 +147,30 @@ def forecast_row(row: Mapping[str, Any], on: Cluster | None = None) -> tuple[str
 
 
 def model_of(given: Mapping[str, str]) -> Model:
-    """The model of a row: by name, by its sizes, or one with other sizes."""
-    sizes = _fields(Model, {name: cell for name, cell in given.items() if name != "name"})
+    """The model of a row: by name, by the path of a config.json, by its sizes, or one with other sizes."""
+    sizes = fields_of(Model, {name: cell for name, cell in given.items() if name != "name"})
     name = given.get("model", "")
+    if name.endswith(".json"):
+        return replace(Model.of_config(name), **sizes)
     for known in (name, f"playbook-{name}", f"megatron-{name}"):  # "8B" of the playbook, "22B" of Megatron's papers
         try:
             found = Model.find(known)
         except ValueError:
             continue
         return replace(found, **sizes)
-    if not sizes:
-        raise ValueError(
-            f"no model is named {name!r}{near(name, MODELS)}"
-            if name
-            else "the row names no model, and says none of its sizes"
-        )
     missing = [one for one in ("layers", "hidden", "heads", "vocab") if one not in sizes]
-    if missing:
+    if not missing:
+        return Model(**sizes, name=name)
+    if sizes:
         raise ValueError(f"no model is named {name!r}, and the row does not say its {', '.join(missing)}")
-    return Model(**sizes, name=name)
+    if not name:
+        raise ValueError("the row names no model, and says none of its sizes")
+    raise ValueError(f"no model is named {name!r}, nor is that the path of a config.json{near(name, MODELS)}")
 
 
 def plan_of(given: Mapping[str, str], stack: Stack, cluster: Cluster) -> Plan:
     """The plan of a row, with the stack's defaults for empty cells."""
-    chosen = _fields(Plan, given)
+    chosen = fields_of(Plan, given)
     for name in ("dtype", "grad_dtype", "state_dtype"):
         if name in chosen:
             dtype = str(chosen[name]).lower().removeprefix("torch.")
@@ -220,10 +220,3 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
         "high": "" if found.high is None else f"{found.high:.6g}",
         "why": note + found.why,
     }
-
-
-def _fields(kind: type[Model] | type[Plan], given: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Model or a Plan that a row gives."""
-    read: dict[str, Callable[..., Any]] = {"int": whole, "float": number, "bool": switch, "str": lambda _, text: text}
-    types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
-    return {name: read[type](name, given[name]) for name, type in types.items() if name in given}
