@@ -172,7 +172,7 @@ def _best_blocks(held: Placement, microbatches: int, costs: Costs, slots: Sequen
 def _plan(schedule: Schedule) -> list[list[tuple[int, int, int]]]:
     """The order of everything but W on each rank."""
     steps = list(zip(schedule.kind.tolist(), schedule.stage.tolist(), schedule.microbatch.tolist()))
-    return [[step for step in steps[a:b] if step[0] != W] for a, b in zip(schedule.offsets[:-1], schedule.offsets[1:])]
+    return [[step for step in steps[row] if step[0] != W] for row in schedule.rows]
 
 
 def _fits(schedule: Schedule, slots: Sequence[int]) -> bool:
@@ -234,7 +234,7 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
     run = simulate(start, costs)
     durations, message = costs.durations(start), start.needs.message
     travel = np.where(
-        (message >= 0) & (start.rank[np.maximum(message, 0)] != start.rank),
+        start.crosses(message),
         costs.transfer + costs.carrying(start)[np.maximum(message, 0)],
         0.0,
     )
@@ -258,8 +258,8 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
             for one, next_one in pairwise(rows):
                 model.add(begin[next_one] >= end[one])
     lets_go = np.where(start.needs.weight >= 0, start.needs.weight, start.needs.backward)
-    for rank in range(start.num_ranks):
-        indices = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
+    for rank, rows in enumerate(start.rows):
+        indices = range(rows.start, rows.stop)
         model.add_no_overlap([model.new_fixed_size_interval_var(begin[x], int(lasts[x]), f"work {x}") for x in indices])
         held = []
         for index in indices:
@@ -270,8 +270,8 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
         model.add_cumulative(held, [1] * len(held), int(slots[rank]))
 
     longest = model.new_int_var(0, horizon, "longest")
-    for rank in range(start.num_ranks):
-        indices = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
+    for rank, rows in enumerate(start.rows):
+        indices = range(rows.start, rows.stop)
         first = model.new_int_var(0, horizon, f"first {rank}")
         if objective == "span":
             model.add_min_equality(first, [begin[index] for index in indices])

@@ -126,8 +126,8 @@ def _hidden(schedule: Schedule, costs: Costs, duration: np.ndarray) -> np.ndarra
         return hidden
     forward, duration = schedule.kind == F, np.where(schedule.kind <= W, duration, 0.0)
     only_opposite = bool(np.all(forward[second] != forward[second - 1]))
-    for rank, (a, b) in enumerate(pairwise(schedule.offsets)):
-        amounts, ahead = duration[a:b], forward[a:b]
+    for rank, row in enumerate(schedule.rows):
+        amounts, ahead = duration[row], forward[row]
         if only_opposite:
             hidden[rank] = min(amounts[ahead].sum(), amounts[~ahead].sum())
         else:
@@ -138,7 +138,7 @@ def _hidden(schedule: Schedule, costs: Costs, duration: np.ndarray) -> np.ndarra
 def _gap(schedule: Schedule, duration: np.ndarray, way: _Way, rank: int, limit: float) -> float:
     """Idle time that `rank` cannot avoid between its first forward and its first backward."""
     held = schedule.placement[rank]
-    rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+    rows = schedule.rows[rank]
     forwards = np.sort(duration[rows][schedule.kind[rows] == F])
     if not held or not len(forwards):
         return 0.0

@@ -131,7 +131,7 @@ def _misplaced(schedule: Schedule) -> Found:
         held = ", ".join(map(str, schedule.placement[schedule.rank[index]])) or "none"
         yield index, f"runs {schedule.in_words(index)}, a stage that it does not hold; it holds {held}"
     own = schedule.needs.own[0]
-    for index in np.flatnonzero((own >= 0) & (schedule.rank[np.maximum(own, 0)] != schedule.rank)).tolist():
+    for index in np.flatnonzero(schedule.crosses(own)).tolist():
         left = f"{schedule.in_words(own[index])} has left on rank {schedule.rank[own[index]]}"
         yield index, f"runs {schedule.in_words(index)}, which needs what {left}"
 
@@ -140,8 +140,7 @@ def _own_order(schedule: Schedule) -> Found:
     """Actions that come before, or without, something that their own rank must have done first."""
     indices = np.arange(len(schedule))
     for own in schedule.needs.own:
-        at_home = schedule.rank[np.maximum(own, 0)] == schedule.rank
-        for index in np.flatnonzero((own > indices) & at_home).tolist():
+        for index in np.flatnonzero((own > indices) & ~schedule.crosses(own)).tolist():
             later = f"which it needs and which comes at index {schedule.index_in_row(own[index])}"
             yield index, f"runs {schedule.in_words(index)} before {schedule.in_words(own[index])}, {later}"
     for index in np.flatnonzero(schedule.needs.own[0] == MISSING).tolist():
@@ -259,8 +258,7 @@ def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Found:
     limits = memory_limits(limit, schedule.num_ranks)
     peaks = peak_activations(schedule)
     for rank in np.flatnonzero(peaks > limits + 1e-9).tolist():
-        rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
-        held = np.cumsum(activation_changes(schedule)[rows]) / schedule.stages_per_rank
+        held = np.cumsum(activation_changes(schedule)[schedule.rows[rank]]) / schedule.stages_per_rank
         index = int(schedule.offsets[rank] + np.argmax(held > limits[rank] + 1e-9))
         since = f"from {schedule.in_words(index)} on; its peak is {peaks[rank]:g}"
         yield index, f"holds more microbatches than its limit of {limits[rank]:g} {since}"

@@ -124,7 +124,7 @@ class Costs:
         for code, names in ((F, ("forward",)), (I, ("input_grad",)), (W, ("weight_grad",)), (B, whole)):
             rows = np.flatnonzero(schedule.kind == code)
             for name in names if len(rows) else ():
-                duration[rows] += _of(getattr(self, name), schedule, rows, name)
+                duration[rows] += self.of_actions(name, schedule, rows)
         if self.stage_costs is not None and schedule.num_stages:
             computes = np.flatnonzero(schedule.kind <= max(COMPUTE))
             duration[computes] *= self.by_stage(schedule.num_stages)[np.maximum(schedule.stage[computes], 0)]
@@ -152,16 +152,21 @@ class Costs:
             )
         return sizes[np.clip(cut, 0, max(len(sizes) - 1, 0))]
 
-    def kept(self, schedule: Schedule) -> np.ndarray:
-        """Bytes of the activations of each action's stage and microbatch [actions]."""
-        return _of(self.activation, schedule, np.arange(len(schedule)), "activation")
-
-    def part_freed(self, schedule: Schedule) -> np.ndarray:
-        """The part of them that I of each action's stage frees [actions]."""
-        part = np.asarray(self.input_grad_frees, float)
-        if part.ndim and len(part) < schedule.num_stages:
-            raise ScheduleError(f"input_grad_frees has {len(part)} figures; there are {schedule.num_stages} stages")
-        return part[np.maximum(schedule.stage, 0)] if part.ndim else np.full(len(schedule), float(part))
+    def of_actions(self, name: str, schedule: Schedule, rows: np.ndarray | None = None) -> np.ndarray:
+        """The cost with this name for the actions at `rows`, or for all actions."""
+        table = np.asarray(getattr(self, name), float)
+        rows = np.arange(len(schedule)) if rows is None else rows
+        if table.ndim == 0:
+            share = 1.0 if name == "input_grad_frees" else schedule.stages_per_rank
+            return np.full(len(rows), float(table) / share)
+        wanted = (schedule.num_stages, schedule.num_microbatches)[: table.ndim]
+        if any(has < needs for has, needs in zip(table.shape, wanted)):
+            raise ScheduleError(
+                f"the cost {name} has shape {table.shape}; this schedule has {schedule.num_stages} stages and "
+                f"{schedule.num_microbatches} microbatches: give one number, [stages] or [stages, microbatches]"
+            )
+        stage = np.maximum(schedule.stage[rows], 0)
+        return table[stage] if table.ndim == 1 else table[stage, np.maximum(schedule.microbatch[rows], 0)]
 
 
 _DIMS = {"message_bytes": 1, "input_grad_frees": 1, "stage_costs": 1} | dict.fromkeys(
@@ -191,18 +196,3 @@ def _numbers(value: Any) -> np.ndarray | None:
     except ValueError:  # rows of different lengths
         return None
     return found.astype(float) if found.dtype.kind in "biuf" else None
-
-
-def _of(amount: Amount, schedule: Schedule, rows: np.ndarray, name: str) -> np.ndarray:
-    """`amount` for the actions at `rows`."""
-    table = np.asarray(amount, float)
-    if table.ndim == 0:
-        return np.full(len(rows), float(table) / schedule.stages_per_rank)
-    wanted = (schedule.num_stages, schedule.num_microbatches)[: table.ndim]
-    if table.ndim > 2 or any(has < needs for has, needs in zip(table.shape, wanted)):
-        raise ScheduleError(
-            f"the cost {name} has shape {table.shape}; this schedule has {schedule.num_stages} stages and "
-            f"{schedule.num_microbatches} microbatches: give one number, [stages] or [stages, microbatches]"
-        )
-    stage = np.maximum(schedule.stage[rows], 0)
-    return table[stage] if table.ndim == 1 else table[stage, np.maximum(schedule.microbatch[rows], 0)]

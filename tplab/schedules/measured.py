@@ -97,7 +97,7 @@ def measured_strip(
     took = _times(run.schedule, trace, axis, batch)
     if (took.held < 0).any():
         raise ScheduleError("the trace does not say what its ranks held; it must be of a run of train_batch")
-    own = slice(*took.schedule.offsets[rank : rank + 2])
+    own = took.schedule.rows[rank]
     indices = np.flatnonzero(run.schedule.kind <= max(COMPUTE))[own]
     times = np.where(took.schedule.kind[own] == F, run.start[indices], run.end[indices])
     order = np.argsort(times, kind="stable")
@@ -187,8 +187,7 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
                 f"the trace has {len(runs)} batches of this schedule on rank {group[rank]}, so there is no batch "
                 f"{batch}; it must be the trace of a run of train_batch with it"
             )
-        first = int(schedule.offsets[rank])
-        columns[:, first : first + len(row)] = np.transpose(runs[batch])
+        columns[:, schedule.rows[rank]] = np.transpose(runs[batch])
         num_batches = max(num_batches, len(runs))
     origin, num_batches = float(start.min()), max(num_batches, 1)
     return _Times(
