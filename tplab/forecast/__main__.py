@@ -15,12 +15,11 @@ from tplab.forecast.clusters import COLUMNS, USUAL, add_flags, check_dtype, flag
 from tplab.forecast.forecast import Forecast
 from tplab.forecast.memory import room
 from tplab.forecast.page import to_page
-from tplab.forecast.plan import ATTENTION, STATE_DTYPES
+from tplab.forecast.plan import CHOICES
 from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
 from tplab.forecast.rows import ANSWERS, forecast_file, forecast_rows, model_of, unread
 from tplab.forecast.search import SEQUENCE, VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
-from tplab.models.checks import DISPATCHES
 from tplab.parser import Parser, ended
 from tplab.units import counted
 
@@ -48,11 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="sequences in a step")
     parser.add_argument("--sequence", type=int, metavar="N", help=f"tokens in a sequence (default: {SEQUENCE})")
     parser.add_argument("--stack", choices=STACKS, help="what trains it (default: megatron)")
-    parser.add_argument("--attention", choices=ATTENTION, help="its kernel (default: the stack's)")
+    parser.add_argument("--attention", choices=CHOICES["attention"], help="its kernel (default: the stack's)")
     parser.add_argument("--compiled", choices=("true", "false"), help="torch.compile, of fsdp (default: the stack's)")
-    parser.add_argument("--state-dtype", choices=STATE_DTYPES, help="of the optimizer (default: the stack's)")
+    parser.add_argument("--state-dtype", choices=CHOICES["state_dtype"], help="of the optimizer (default: the stack's)")
     parser.add_argument("--etp", type=int, nargs="+", metavar="N", help="divide each expert over N ranks, too")
-    parser.add_argument("--dispatch", choices=DISPATCHES, help="how tokens travel to experts (default: the stack's)")
+    parser.add_argument(
+        "--dispatch", choices=CHOICES["dispatch"], help="how tokens travel to experts (default: the stack's)"
+    )
     parser.add_argument("--skew", type=float, metavar="X", help="how unequally experts are chosen (default: 0)")
     parser.add_argument("--virtual", type=int, default=VIRTUAL, metavar="N", help=f"most stages per rank ({VIRTUAL})")
     parser.add_argument("--outside", action="store_true", help="also search plans of classes that were not measured")

@@ -46,15 +46,18 @@ CARRIED = re.compile(
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
-RECOMPUTE = {**dict.fromkeys(("true", "1", "yes", "on"), "full"), **dict.fromkeys(("false", "0", "no", "off"), "none")}
-"""Values of recomputation other than its names."""
-
-KERNELS = {
-    **dict.fromkeys(("fa2", "flash_2", "flash_attention_2", "flashattention_2"), "flash2"),
-    **dict.fromkeys(("fa3", "flash_3", "flash_attention_3", "flashattention_3"), "flash3"),
-    **dict.fromkeys(("eager", "math"), "unfused"),
+SPELLED = {
+    "recompute": {
+        **dict.fromkeys(("true", "1", "yes", "on"), "full"),
+        **dict.fromkeys(("false", "0", "no", "off"), "none"),
+    },
+    "attention": {
+        **dict.fromkeys(("fa2", "flash_2", "flash_attention_2", "flashattention_2"), "flash2"),
+        **dict.fromkeys(("fa3", "flash_3", "flash_attention_3", "flashattention_3"), "flash3"),
+        **dict.fromkeys(("eager", "math"), "unfused"),
+    },
 }
-"""Names of attention kernels in tables."""
+"""Column -> other names of its values in tables."""
 
 
 def forecast_file(path: str | Path, out: str | Path) -> list[dict[str, str]]:
@@ -178,11 +181,8 @@ def plan_of(given: Mapping[str, str], stack: Stack, cluster: Cluster) -> Plan:
             chosen[name] = "float8" if is_small else DTYPES.get(dtype.split("-")[0], dtype)
     for name in ("schedule", "recompute", "attention", "dispatch"):
         if name in chosen:
-            chosen[name] = str(chosen[name]).lower().replace(" ", "_").replace("-", "_")
-    if "recompute" in chosen:
-        chosen["recompute"] = RECOMPUTE.get(chosen["recompute"], chosen["recompute"])
-    if "attention" in chosen:
-        chosen["attention"] = KERNELS.get(chosen["attention"], chosen["attention"])
+            text = str(chosen[name]).lower().replace(" ", "_").replace("-", "_")
+            chosen[name] = SPELLED.get(name, {}).get(text, text)
     chosen = stack.defaults_on(cluster, chosen.get("recompute")) | chosen
     if "flash" in given and "attention" not in given:
         is_fused, usual = switch("flash", given["flash"]), chosen.get("attention")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 from tplab.cost.chip import Chip
 from tplab.forecast.memory import Held, peak_bytes, room
@@ -58,12 +60,9 @@ def it_does_not_fit(
         what = f"holds {worst.in_flight:.3g} microbatch{'es' * (worst.in_flight > 1)} of {one:.1f} GiB"
     else:
         what = f"holds {getattr(worst, kind) / GIB:.1f} GiB of {NAMES[kind]}"
-    found = []
-    for name, other in _ways_out(model, plan, batch, sequence):
-        if peak_bytes(model, other, batch, sequence, stack) <= usable:
-            found.append(name)
-        if len(found) == 2:
-            break
+    ways = _ways_out(model, plan, batch, sequence)
+    fitting = (name for name, other in ways if peak_bytes(model, other, batch, sequence, stack) <= usable)
+    found = [*islice(fitting, 2)]
     way_out = f"{' or '.join(found)} would fit" if found else "no single change of the plan would fit: take more GPUs"
     if worst.total <= most:
         way_out += f"; it may fit as it is, because forecasts for {stack.name} have been too high by as much"
@@ -74,24 +73,18 @@ def it_does_not_fit(
 def _ways_out(model: Model, plan: Plan, batch: int, sequence: int) -> Iterator[tuple[str, Plan]]:
     """Plans on as many ranks that differ in one respect and hold less, in order of the time they cost."""
     smaller, fewer = plan.microbatch // 2, plan.dp // 2
-    changes: list[tuple[str, dict[str, object]]] = []
-    if plan.zero == 0 and plan.copies > 1:
-        changes.append(("ZeRO 1", {"zero": 1}))
-    if plan.tp > 1 and not plan.sequence_parallel:
-        changes.append(("sequence parallelism", {"sequence_parallel": True}))
-    if smaller and plan.microbatch == 2 * smaller:
-        changes.append((f"microbatch {smaller}", {"microbatch": smaller}))
-    if plan.recompute == "none" and not plan.flash:
-        changes.append(("selective recomputation", {"recompute": "selective"}))
-    if fewer and plan.dp == 2 * fewer:
-        changes.append((f"pp {2 * plan.pp} with dp {fewer}", {"pp": 2 * plan.pp, "dp": fewer}))
-        changes.append((f"tp {2 * plan.tp} with dp {fewer}", {"tp": 2 * plan.tp, "dp": fewer}))
-        changes.append((f"cp {2 * plan.cp} with dp {fewer}", {"cp": 2 * plan.cp, "dp": fewer}))
-    if plan.recompute != "full":
-        changes.append(("full recomputation", {"recompute": "full"}))
-    if plan.zero < 3 and plan.copies > 1:
-        changes.append(("ZeRO 3", {"zero": 3}))
-    for name, change in changes:
-        other = replace(plan, **change)  # type: ignore[arg-type]  # fields of a Plan
-        if other.refusal(model, batch, sequence) is None:
+    changes: tuple[tuple[object, str, dict[str, Any]], ...] = (
+        (plan.zero == 0 and plan.copies > 1, "ZeRO 1", {"zero": 1}),
+        (plan.tp > 1 and not plan.sequence_parallel, "sequence parallelism", {"sequence_parallel": True}),
+        (smaller and plan.microbatch % 2 == 0, f"microbatch {smaller}", {"microbatch": smaller}),
+        (plan.recompute == "none" and not plan.flash, "selective recomputation", {"recompute": "selective"}),
+        *(
+            (fewer and plan.dp % 2 == 0, f"{axis} {2 * size} with dp {fewer}", {axis: 2 * size, "dp": fewer})
+            for axis, size in (("pp", plan.pp), ("tp", plan.tp), ("cp", plan.cp))
+        ),
+        (plan.recompute != "full", "full recomputation", {"recompute": "full"}),
+        (plan.zero < 3 and plan.copies > 1, "ZeRO 3", {"zero": 3}),
+    )
+    for is_possible, name, change in changes:
+        if is_possible and (other := replace(plan, **change)).refusal(model, batch, sequence) is None:
             yield name, other
