@@ -16,7 +16,7 @@ from tplab.forecast.forecast import Forecast
 from tplab.forecast.memory import room
 from tplab.forecast.page import to_page
 from tplab.forecast.plan import CHOICES
-from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
+from tplab.forecast.ranking import OF_PLANS
 from tplab.forecast.rows import ANSWERS, forecast_file, forecast_rows, model_of, unread
 from tplab.forecast.search import SEQUENCE, VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
@@ -160,9 +160,8 @@ def _table(found: Sequence[Forecast]) -> str:
 
 def _lost(found: Plans) -> str:
     """Why the other plans lost, and why layouts of ranks, which have no plans then, were refused."""
-    reasons = sorted(found.lost.items(), key=lambda reason: -reason[1])
-    of_plans = [reason for reason in reasons if reason[0].startswith((TOO_LARGE, PERHAPS, SLOWER))]
-    refused = [reason for reason in reasons if reason not in of_plans]
+    of_plans = [reason for reason in found.lost.items() if reason[0].startswith(OF_PLANS)]
+    refused = [reason for reason in found.lost.items() if reason not in of_plans]
     lines = [f"of {found.considered:,} plans, {len(found):,} fit. The others are larger or slower:"]
     lines += [f"{count:>9,}  {reason}" for reason, count in of_plans]
     if refused:

@@ -217,19 +217,14 @@ class Model:
         copied += latents  # their norms
         copied += (h if self.bias or self.output_bias else 0) + (2 * self.head_width if self.qk_norm else 0)
         parts = {"attention": Part(split, copied)}
+        up, bias = 2 if self.gated else 1, self.bias or self.mlp_bias
         if self.experts:
-            each = (3 if self.gated else 2) * h
+            each = (up + 1) * h
             parts["mlp"] = Part(experts=self.experts * each * ffn, split=each * self.shared_ffn)
             parts["router"] = Part(copied=h * (self.experts + self.shared_gate))
         else:
-            split, copied = self._mlp(ffn)
-            parts["mlp"] = Part(split=split, copied=copied)
+            parts["mlp"] = Part((up + 1) * h * ffn + bias * up * ffn, bias * h)
         return parts | {"norms": Part(copied=self.norms * self._norm)}
-
-    def _mlp(self, ffn: int) -> tuple[int, int]:
-        """(split, copied) parameters of one MLP."""
-        up, bias = 2 if self.gated else 1, self.bias or self.mlp_bias
-        return (up + 1) * self.hidden * ffn + (up * ffn if bias else 0), self.hidden if bias else 0
 
     @property
     def _norm(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from tplab.forecast.forecast import Forecast
-from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
+from tplab.forecast.ranking import OF_PLANS
 from tplab.forecast.why import LOST, NAMES
 
 GIB = 2**30
@@ -54,16 +54,13 @@ svg {{ width: 100%; height: auto; }} svg text {{ fill: var(--ink); font-size: 12
 """
 
 
-def _layouts(reason: str) -> str:
-    """The kind of thing counted: plans, or layouts of ranks, which have no plans."""
-    return " plans" if reason.startswith((TOO_LARGE, PERHAPS, SLOWER)) else " layouts of ranks"
-
-
 def to_page(title: str, about: str, found: Sequence[Forecast], lost: Mapping[str, int]) -> str:
-    """An HTML page of the plans in `found`, the best first; `lost`: reason -> how many plans lost for it."""
+    """An HTML page of the plans in `found`, the best first; `lost`: see `Plans`."""
     parts = [{name: one.parts.get(name, 0.0) for name in _PARTS} for one in found]
     kinds = [{name: getattr(one.peak, name) / GIB for name in NAMES} for one in found]
-    reasons = sorted(lost.items(), key=lambda reason: -reason[1])
+    reasons = (
+        (" plans" if why.startswith(OF_PLANS) else " layouts of ranks", why, count) for why, count in lost.items()
+    )
     return _PAGE.format(
         title=escape(title),
         about=escape(about),
@@ -74,7 +71,7 @@ def to_page(title: str, about: str, found: Sequence[Forecast], lost: Mapping[str
         parts=_bars(parts, "s"),
         kinds_key=_key(NAMES),
         kinds=_bars(kinds, "GiB"),
-        lost="".join(f"<li>{count:,}{_layouts(reason)}: {escape(reason)}" for reason, count in reasons),
+        lost="".join(f"<li>{count:,}{what}: {escape(why)}" for what, why, count in reasons),
     )
 
 

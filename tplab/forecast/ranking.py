@@ -16,6 +16,7 @@ from tplab.forecast.step import seconds_of
 
 TOO_LARGE, PERHAPS, SLOWER = "need more than", "may need more than", "fit, and lose most"
 """The beginnings of reasons why plans lost. All other reasons are those why layouts of ranks are refused."""
+OF_PLANS = (TOO_LARGE, PERHAPS, SLOWER)
 
 _LOSES = {
     "computing": "by computing: in smaller pieces, or in a fuller stage",

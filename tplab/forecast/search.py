@@ -46,8 +46,9 @@ class Plans(Sequence[Forecast]):
     """The plans that surely fit, the fastest first: `found[0]` is the forecast of the best.
 
     considered   how many plans were possible
-    lost         reason -> how many plans: numbers that do not divide (counted by layouts of ranks), plans that do not
-                 fit and, for those that fit, the part of a step that costs them most compared with the best
+    lost         reason -> how many plans, the most first: numbers that do not divide (counted by layouts of ranks),
+                 plans that do not fit and, for those that fit, the part of a step that costs them most compared with
+                 the best
     """
 
     def __init__(self, ranking: Ranking, refused: Counter[str], given: Any):
@@ -56,7 +57,7 @@ class Plans(Sequence[Forecast]):
 
     @cached_property
     def lost(self) -> Mapping[str, int]:
-        return MappingProxyType(dict(self._refused + self._ranking.lost()))
+        return MappingProxyType(dict((self._refused + self._ranking.lost()).most_common()))
 
     def __len__(self) -> int:
         return len(self._ranking)
@@ -94,7 +95,7 @@ class Plans(Sequence[Forecast]):
             lines.append(
                 f"{one.seconds:9.3g} s  {one.tokens_per_second_per_gpu:9,.0f} tokens/s per GPU  {held:>8}  {one.plan}"
             )
-        lines += [f"{count:9,} {reason}" for reason, count in sorted(self.lost.items(), key=lambda pair: -pair[1])]
+        lines += [f"{count:9,} {reason}" for reason, count in self.lost.items()]
         return "\n".join(lines)
 
     __repr__ = __str__
