@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from tplab.forecast.forecast import Forecast
+from tplab.forecast.forecast import GIB, LOST, NAMES, Forecast
 from tplab.forecast.ranking import OF_PLANS
-from tplab.forecast.why import LOST, NAMES
 
-GIB = 2**30
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a000", "#7f7f7f", "#8c6bb1", "#bcbd22")
 """The Okabe-Ito palette, which colour-blind readers can tell apart."""
 _PARTS = {"computing": "computing"} | {name: text for name, (text, _) in LOST.items()}
