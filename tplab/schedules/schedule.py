@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from tplab.errors import ScheduleError
 from tplab.schedules.action import CODE, COMPUTE, KINDS, Action, in_words
@@ -19,6 +20,9 @@ from tplab.units import counted
 
 _FEW = 1_000_000
 """A table of up to this many cells is never too large, however few of them are filled."""
+
+Row: TypeAlias = np.ndarray
+"""What a rank does, as ints [actions, 4]: kind, stage, microbatch, and whether it is joined to the one before."""
 
 
 class Schedule:
@@ -36,7 +40,7 @@ class Schedule:
 
     def __init__(
         self,
-        rows: Sequence[Iterable[Action] | np.ndarray],
+        rows: Sequence[Iterable[Action] | Row],
         placement: Placement | None = None,
         name: str = "",
         ticks: Sequence[int] | np.ndarray | None = None,
@@ -300,8 +304,14 @@ class Schedule:
         return tuple(tuple(dict.fromkeys(row[row >= 0].tolist())) for row in rows)
 
 
-def _as_array(row: Iterable[Action] | np.ndarray) -> np.ndarray:
-    if isinstance(row, np.ndarray):
-        return row.reshape(-1, 4).astype(np.int32, copy=False)
-    cells = [(CODE[action.kind], action.stage, action.microbatch, action.joined) for action in row]
+def row(kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike) -> Row:
+    """The actions of these columns, joined to nothing; numbers are repeated to the length of the others."""
+    columns = np.broadcast_arrays(kind, stage, microbatch, 0)
+    return np.stack(columns, axis=-1).astype(np.int32).reshape(-1, 4)
+
+
+def _as_array(actions: Iterable[Action] | Row) -> Row:
+    if isinstance(actions, np.ndarray):
+        return actions.reshape(-1, 4).astype(np.int32, copy=False)
+    cells = [(CODE[action.kind], action.stage, action.microbatch, action.joined) for action in actions]
     return np.array(cells, np.int32).reshape(-1, 4)

@@ -7,8 +7,7 @@ import numpy as np
 from tplab.errors import ScheduleError
 from tplab.schedules.action import CODE, I, W
 from tplab.schedules.placement import counts, two_way, v_shape
-from tplab.schedules.rules.row import Row
-from tplab.schedules.schedule import Schedule
+from tplab.schedules.schedule import Row, Schedule
 
 
 def spelled(letters: str, big: tuple[int, int], small: tuple[int, int], microbatches: int | None = None) -> Row:

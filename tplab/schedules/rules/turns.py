@@ -6,8 +6,7 @@ import numpy as np
 
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.placement import counts, wrapped
-from tplab.schedules.rules.row import Row, row
-from tplab.schedules.schedule import Schedule
+from tplab.schedules.schedule import Row, Schedule, row
 from tplab.sharding import cut
 
 

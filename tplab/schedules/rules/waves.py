@@ -8,8 +8,7 @@ from tplab.errors import ScheduleError
 from tplab.schedules.action import B, F
 from tplab.schedules.placement import counts, two_way, wave
 from tplab.schedules.rules.greedy import Durations, list_schedule
-from tplab.schedules.rules.row import Row, row
-from tplab.schedules.schedule import Schedule
+from tplab.schedules.schedule import Row, Schedule, row
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
