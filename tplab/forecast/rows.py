@@ -91,8 +91,8 @@ def unread(columns: Iterable[str]) -> list[str]:
 def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """The rows with their answers. A row that cannot be forecast says why, in its column `why`.
 
-    model          a name, or empty, with layers, hidden, heads, kv_heads, ffn, gated, vocab, tied (experts,
-                   experts_per_token, head_dim and others of `Model` are read too). With a name, they override its sizes
+    model          a name, the path of a config.json, or empty, with layers, hidden, heads, kv_heads, ffn, gated, vocab,
+                   tied (experts, head_dim and others of `Model` are read too). With a name, they override its sizes
     cluster        unlike for --cluster, "h100", "h200", "a100" and "b200" are the measured ones, like "h100-measured".
                    "b300", "gb200", "gb300" and "tpu_v5e" are data sheets, and so are "laptop" and "ethernet", which
                    have dtype float32 only. Another name that contains a measured chip, such as "dgx-h100", means that
