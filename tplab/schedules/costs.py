@@ -87,20 +87,15 @@ class Costs:
         if self.bandwidth == 0:
             raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
         if self.stage_costs is not None:
-            self._refuse_stage_costs(np.asarray(self.stage_costs, float))
+            if np.ndim(self.stage_costs) != 1 or not len(self.stage_costs):
+                raise ScheduleError(f"stage_costs is {self.stage_costs!r}; it must have one number for each stage")
+            for name in ("forward", "input_grad", "weight_grad", "full_backward"):
+                if np.ndim(getattr(self, name)):
+                    both = f"{name} has one figure for each stage, and stage_costs would multiply them"
+                    raise ScheduleError(f"{both}; leave stage_costs out")
         for name in ("overlap", "input_grad_frees"):
             if bool(np.any(np.asarray(getattr(self, name)) > 1)):
                 raise ScheduleError(f"{name} is {getattr(self, name)}; it is a part of a whole, 0 to 1")
-
-    def _refuse_stage_costs(self, parts: np.ndarray) -> None:
-        """Raise if `parts` is not a list, or if F, I, W or B already have one figure per stage."""
-        if parts.ndim != 1 or not len(parts):
-            raise ScheduleError(f"stage_costs is {self.stage_costs!r}; it must have one number for each stage")
-        for name in ("forward", "input_grad", "weight_grad", "full_backward"):
-            if np.ndim(getattr(self, name)):  # type: ignore[arg-type]
-                raise ScheduleError(
-                    f"{name} has one figure for each stage, and stage_costs would multiply them; leave stage_costs out"
-                )
 
     def by_stage(self, num_stages: int) -> np.ndarray:
         """The mean cost of the parts in each stage, from `stage_costs` [stages]. All ones if that is not given."""
