@@ -249,12 +249,9 @@ def _boundaries(model: Model, plan: Plan, sequence: int, stage: Stage) -> Iterat
 
 
 @stored
-def step_traffic(
-    model: Model, plan: Plan, times: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
-) -> Iterator[Sent]:
+def step_traffic(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack) -> Iterator[Sent]:
     """What a rank sends in a step of `times` microbatches of gradients, parameters, and what stages share. With ZeRO 2
     and 3 gradients are sent after every microbatch, and with ZeRO 3 parameters before every use."""
-    stack = find_stack(stack, plan)
     plan = stack.cut(plan)
     grad, size = ITEMSIZE[plan.grad_dtype], ITEMSIZE[plan.dtype]
     held = held_parameters(model, plan, pipeline_rank, stack)
