@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import _random
 import ctypes
-import importlib
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -269,56 +267,44 @@ python_random = PythonRandom(random._inst)  # type: ignore[attr-defined]
 class Slot(NamedTuple):
     """An attribute that exists once per process, though every rank of a program for torch.distributed needs its own.
 
-    home    returns the module, class or object that has it; None until the program has imported that
-    begin   (home, the notebook's value, or None if it had not imported that) -> what a rank begins with
+    module   it is there once the program has imported this
+    path     from the module to the attribute
+    begin    (the object that has the attribute, the notebook's value, or None if it had not imported the module) ->
+             what a rank begins with
     """
 
-    home: Callable[[], Any]
-    name: str
+    module: str
+    path: str
     begin: Callable[[Any, Any], Any] = lambda home, before: before
-
-
-def _imported(module: str, name: str = "") -> Callable[[], Any]:
-    def home() -> Any:
-        found = sys.modules.get(module)
-        return getattr(found, name, None) if name else found
-
-    return home
 
 
 def _handlers(dispatcher: Any, before: Any) -> dict[Any, Any]:
     return type(dispatcher)()._custom_op_handlers if before is None else dict(before)
 
 
-ENVIRON = Slot(lambda: os.environ, "_data")
-"""The dict in which os.environ keeps the variables."""
-
+_FUNCTIONS, _MODULES = "torch.nn.functional", "torch.nn.modules.module"
 SLOTS = [
     # the locks of modules that are being imported: a rank that communicates meanwhile must not keep others from theirs
-    Slot(lambda: importlib._bootstrap, "_module_locks", lambda *_: {}),  # type: ignore[attr-defined]
+    Slot("importlib._bootstrap", "_module_locks", lambda *_: {}),
     # DTensor's generator, and its operations' handlers, which loss_parallel changes temporarily
-    Slot(_imported("torch.distributed.tensor._random"), "_rng_tracker", lambda *_: None),
-    Slot(dtensor_dispatcher, "_custom_op_handlers", _handlers),
+    Slot("torch.distributed.tensor._random", "_rng_tracker", lambda *_: None),
+    Slot(DTENSOR, "DTensor._op_dispatcher._custom_op_handlers", _handlers),
     # what context_parallel has replaced, by what, and its options
-    Slot(lambda: torch.nn.functional, "scaled_dot_product_attention"),
-    Slot(_imported(CONTEXT_PARALLEL), "_replaced_functions", lambda *_: {}),
-    Slot(_imported(CONTEXT_PARALLEL, "_cp_options"), "__dict__", lambda options, _: vars(type(options)())),
+    Slot(_FUNCTIONS, "scaled_dot_product_attention"),
+    Slot(CONTEXT_PARALLEL, "_replaced_functions", lambda *_: {}),
+    Slot(CONTEXT_PARALLEL, "_cp_options.__dict__", lambda options, _: vars(type(options)())),
     # the state of Hugging Face's accelerate, and the timings of torch's FSDP
     *(
-        Slot(_imported("accelerate.state", kind), "_shared_state", lambda home, _: type(home._shared_state)())
+        Slot("accelerate.state", f"{kind}._shared_state", lambda home, _: type(home._shared_state)())
         for kind in ("PartialState", "AcceleratorState", "GradientState")
     ),
-    Slot(
-        _imported("torch.distributed.fsdp._debug_utils", "SimpleProfiler"),
-        "profiling",
-        lambda home, _: type(home.profiling)(),
-    ),
+    Slot("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", lambda home, _: type(home.profiling)()),
     # the hooks for all modules, as `register_module_forward_hook` registers them: each rank begins with the notebook's
     *(
-        Slot(lambda: torch.nn.modules.module, name, lambda _, before: copy(before))
+        Slot(_MODULES, name, lambda _, before: copy(before))
         for name in vars(torch.nn.modules.module) if name.startswith("_global_")
     ),
-    Slot(lambda: attention_kernels, "are_used"),
+    Slot(__name__, "attention_kernels.are_used"),
 ]  # fmt: skip
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
-import logging
 import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from threading import current_thread
 from types import ModuleType
@@ -20,10 +19,10 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Dims, Groups, Hooks
-from tplab.torch.distributed.settings import Settings
+from tplab.torch.distributed.settings import Met, Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
-from tplab.torch.private import ENVIRON, SLOTS, PythonRandom, Slot, c10d_C, python_random
+from tplab.torch.private import SLOTS, PythonRandom, Slot, c10d_C, python_random
 from tplab.torch.ranks.process_state import RUN_ID
 from tplab.torch.ranks.program import has_compiled_parts, is_program
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -52,10 +51,10 @@ class _NumPys:
 
 _numpys = _NumPys()
 _OF_EACH = [
-    ENVIRON,
-    Slot(lambda: sys, "argv"),
-    Slot(lambda: _numpys, "generator"),
-    Slot(lambda: python_random, "state"),
+    Slot("os", "environ._data"),  # the dict with the variables
+    Slot("sys", "argv"),
+    Slot(__name__, "_numpys.generator"),
+    Slot(python_random.__module__, "python_random.state"),
 ]
 """What a rank does not begin with as the notebook has it."""
 
@@ -90,10 +89,10 @@ class Processes:
         self._num_gpus = num_gpus or self.per_node
         self._argv = argv
         self.folders = list(dict.fromkeys([*sys.path[:1], os.getcwd()])) if is_fresh else [os.getcwd()]
-        own = Slot(lambda: c10d, "_world", lambda *_: None), Slot(lambda: builtins, "print")
-        self._slots = [*_OF_EACH, *own, Slot(lambda: logging.root.manager, "disable"), *SLOTS]
-        self._met: list[tuple[Any, Slot]] = []  # those whose home has been imported
-        self._changes: list[Any] = [Hooks(), Settings(self._slots), Threads(self._beside)]  # of torch and of Python
+        own = Slot(c10d.__name__, "_world", lambda *_: None), Slot("builtins", "print")
+        self._slots = [*_OF_EACH, *own, Slot("logging", "root.manager.disable"), *SLOTS]  # not imported so far
+        self._met: list[Met] = []
+        self._changes: list[Any] = [Hooks(), Settings(self._met), Threads(self._beside)]  # of torch and of Python
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._shared = Shared()
@@ -145,25 +144,22 @@ class Processes:
         elif not is_notebook and before is None:
             self._enter()
         sys.modules.update({name: module for name, module in process.modules.items() if module is not None})
-        self._meet()
         values, notebooks = process.values, self._kernel.values
-        for home, slot in self._met[len(values) :]:
-            values.append(slot.begin(home, notebooks[len(values)] if len(values) < len(notebooks) else None))
-        for (home, slot), value in zip(self._met, values, strict=True):
-            setattr(home, slot.name, value)
+        for home, _, begin in self._met[len(values) :]:
+            values.append(begin(home, notebooks[len(values)] if len(values) < len(notebooks) else None))
+        for (home, name, _), value in zip(self._met, values, strict=True):
+            setattr(home, name, value)
         self.active = None if is_notebook else process
 
     def _values(self) -> list[Any]:
-        self._meet()
-        return [getattr(home, slot.name) for home, slot in self._met]
-
-    def _meet(self) -> None:
-        """Find the slots whose home has been imported."""
-        for slot in [*self._slots]:
-            home = slot.home()
-            if home is not None and hasattr(home, slot.name):
-                self._met.append((home, slot))
+        """The values of all slots whose home has been imported."""
+        for slot in [slot for slot in self._slots if slot.module in sys.modules]:
+            *path, name = slot.path.split(".")
+            home = reduce(lambda home, inner: getattr(home, inner, None), path, sys.modules[slot.module])
+            if hasattr(home, name):
+                self._met.append((home, name, slot.begin))
                 self._slots.remove(slot)
+        return [getattr(home, name) for home, name, _ in self._met]
 
     def _enter(self) -> None:
         """Switch from the notebook to the ranks."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from typing import Any
 
 from tplab.torch.distributed.replaced import Replaced, on_ranks
-from tplab.torch.private import Slot
 
 _OF_LOGGER = ("level", "handlers", "filters", "propagate", "disabled")
 _CHANGES = ("setLevel", "addHandler", "removeHandler", "addFilter", "removeFilter")
 _chdir = os.chdir
+Met = tuple[Any, str, Callable[[Any, Any], Any]]
+"""A slot whose module has been imported: the object, the attribute, and what makes a rank's first value of it."""
 
 
 class _Folder:
@@ -39,7 +41,7 @@ class Settings:
     and all ranks share loggers, so a logger's first change, or the folder's, adds it to `slots`, which ranks swap.
     """
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[Met]) -> None:
         self._slots, self._has = slots, set[Any]()
         changes = [on_ranks(logging.Logger, name)(self._changes) for name in _CHANGES]
         self._replaced = Replaced(
@@ -66,7 +68,7 @@ class Settings:
             self._has.add(home)
             for name in names:
                 found = getattr(home, name)
-                self._slots.append(Slot(lambda: home, name, lambda *_, found=found: copy(found)))
+                self._slots.append((home, name, lambda *_, found=found: copy(found)))
                 setattr(home, name, copy(found))
 
 
