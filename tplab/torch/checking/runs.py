@@ -78,6 +78,8 @@ class Runs:
     ) -> Watch:  # fmt: skip
         """Run the script and return its watch. parts: if not 0, sums are added up in this many parts, and weights and
         samples are off in their last digit. traced: the step of which every operation is recorded. Raises NotRun."""
+        dealt = [Handed(one.values["seen"], one.groups) for one in repairs if one.kind == "samples"]
+        handed = dealt[-1] if dealt else handed
         feed = None if handed is None else handed.again(self.mesh.size)
         steps = steps or (self.steps if traced is None else traced + 1)
         plan = Plan(steps, feed, weights, nudges=parts > 0, traced=traced, repairs=tuple(repairs))
