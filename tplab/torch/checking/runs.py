@@ -113,7 +113,8 @@ class Runs:
             line = next((one.lines["skipped"] for one in watch.seen if "skipped" in one.lines), "")
             prints = [text for seen in watch.seen for step in seen.steps for text, _ in step.prints if text.strip()]
             raise NothingToLearn(
-                f"on {self} no step of an optimizer was seen: the script must call step() of a torch.optim.Optimizer"
+                f"on {self} no step of an optimizer was seen: the script must call step() of a "
+                "torch.optim.Optimizer, or write to its model's parameters in place"
                 + (f"; it ended, and the last thing it printed was {prints[-1].strip()!r}" if prints else "")
                 + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
             )
