@@ -24,11 +24,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from tplab.errors import TraceError
-from tplab.jax.private import in_float64, is_float64, scan_sizes
+from tplab.jax.private import in_float64, is_float64
 from tplab.jax.ranks.context import vary, varying_axes, without_mesh
 from tplab.jax.ranks.program import Compiled, is_shape
 from tplab.jax.tracing.held import is_small
-from tplab.jax.tracing.jaxprs import called, equations_of, folded, inside, opened
+from tplab.jax.tracing.jaxprs import called, equations_of, folded, inside, loop_parts, opened
 
 MOST_ENTRIES = 16_384
 """The most entries that a program reports; later decisions are unknown."""
@@ -191,24 +191,19 @@ def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
             outcomes = [follow(branch, inputs[1:]) for branch in params["branches"]]
             return [inputs[0] or any(column) for column in zip(*outcomes, strict=True)]
         if name == "scan":
-            consts, num_carry = scan_sizes(params)
-            carry = consts + num_carry
-            before, after = _settled(
-                inputs[consts:carry],
-                lambda state: follow(params["jaxpr"], [*inputs[:consts], *state, *inputs[carry:]]),
-            )
+            consts, carry, rows = loop_parts(eqn, inputs)
+            before, after = _settled(carry, lambda state: follow(params["jaxpr"], [*consts, *state, *rows]))
             return [*before, *after[len(before) :]]
         if name == "while":
-            first = params["cond_nconsts"]
-            second = first + params["body_nconsts"]
+            for_cond, for_body, carry = loop_parts(eqn, inputs)
 
             def once(state: list[bool]) -> list[bool]:
-                (goes_on,) = follow(params["cond_jaxpr"], [*inputs[:first], *state])
+                (goes_on,) = follow(params["cond_jaxpr"], [*for_cond, *state])
                 if goes_on:
                     found.add(id(eqn))
-                return [goes_on or new for new in follow(params["body_jaxpr"], [*inputs[first:second], *state])]
+                return [goes_on or new for new in follow(params["body_jaxpr"], [*for_body, *state])]
 
-            return _settled(inputs[second:], once)[0]
+            return _settled(carry, once)[0]
         return [any(inputs) or "callback" in name] * len(eqn.outvars)
 
     follow(jaxpr, [value or not is_small(v.aval) for v, value in zip(jaxpr.invars, given, strict=True)])
@@ -280,9 +275,7 @@ class _Reporter:
         return lax.switch(index, ways, report, *operands)
 
     def _while(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
-        params, first = eqn.params, eqn.params["cond_nconsts"]
-        second = first + params["body_nconsts"]
-        for_cond, for_body, carry = values[:first], values[first:second], values[second:]
+        params, (for_cond, for_body, carry) = eqn.params, loop_parts(eqn, values)
         place, reports = report[0] + 1, id(eqn) in self._reported
         if reports:
             report = _written(report, place, place * 0)
@@ -313,18 +306,17 @@ class _Reporter:
         return carry, report
 
     def _scan(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
-        params, (first, num_carry) = eqn.params, scan_sizes(eqn.params)
-        second = first + num_carry
+        params, (consts, carry, rows) = eqn.params, loop_parts(eqn, values)
 
         def body(state: Any, row: Any) -> Any:
-            carry, report = state
-            outputs, report = self.run(params["jaxpr"], [*values[:first], *carry, *row], report)
-            return (outputs[:num_carry], report), outputs[num_carry:]
+            state, report = state
+            outputs, report = self.run(params["jaxpr"], [*consts, *state, *row], report)
+            return (outputs[: len(state)], report), outputs[len(state) :]
 
         (carry, report), rows = lax.scan(
             body,
-            (values[first:second], report),
-            values[second:],
+            (carry, report),
+            rows,
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],

@@ -74,7 +74,7 @@ def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
     """Which ranks take which path, if that can be known without the program's arguments, otherwise ""."""
     asking = _Reaching(mesh, eqn)
     with suppress(_Reached, TraceError):
-        asking.run(jaxpr, (), [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
+        asking.run(jaxpr, [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
     return asking.answer
 
 

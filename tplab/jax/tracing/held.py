@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -30,22 +31,22 @@ class Chunk(Protocol):
     def __call__(self, origin_rank: int, piece: int, name: str = "") -> int: ...
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """A computation that is carried out when its results are first needed."""
 
-    __slots__ = ("inputs", "results", "rule")
-
-    def __init__(self, inputs: Sequence[Held], rule: Rule):
-        self.inputs, self.rule = inputs, rule
-        self.results: list[PerRank] | None = None
+    inputs: Sequence[Held]
+    rule: Rule
+    results: list[PerRank] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Held:
-    """The contents of one variable.
+    """The contents of one variable of type `aval`.
 
-    shape, dtype   of each rank's array
     needs          the tasks that must have ended on a rank before it exists there
     labels         each rank's label; None if the data is the rank's own
+    shape, dtype   of each rank's array
     sent           the label under which a rank's own data was first sent
     is_scalar      whether it is a single number, or one number repeated, rather than data of a rank
     is_literal     whether it is a literal of the program
@@ -53,40 +54,29 @@ class Held:
     moved          the equation and its inputs, if it only selects or reorders elements
     """
 
-    __slots__ = (
-        "_node",
-        "_place",
-        "_values",
-        "dtype",
-        "is_literal",
-        "is_scalar",
-        "labels",
-        "moved",
-        "name",
-        "needs",
-        "sent",
-        "shape",
-    )
+    aval: InitVar[Any]
+    after_tasks: InitVar[Iterable[int]] = ()
+    labels: Sequence[Label | None] | None = None
+    needs: tuple[int, ...] = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    dtype: Any = field(init=False)
+    sent: dict[int, Label] = field(default_factory=dict, init=False)
+    is_scalar: bool = field(init=False)
+    is_literal: bool = False
+    name: str = ""
+    moved: tuple[Any, Sequence[Held]] | None = None
+    _values: PerRank | None = None
+    _node: _Node | None = None
+    _place: int = 0
 
-    def __init__(self, aval: Any, needs: Iterable[int] = (), labels: Sequence[Label | None] | None = None):
-        self.shape, self.dtype = tuple(aval.shape), aval.dtype
-        self.needs = tuple(sorted(set(needs)))
-        self.labels = labels
-        self.sent: dict[int, Label] = {}
-        self.is_scalar = not self.shape
-        self.is_literal = False
-        self.name = ""
-        self.moved: tuple[Any, Sequence[Held]] | None = None
-        self._values: PerRank | None = None
-        self._node: _Node | None = None
-        self._place = 0
+    def __post_init__(self, aval: Any, after_tasks: Iterable[int]):
+        self.shape, self.dtype, self.is_scalar = tuple(aval.shape), aval.dtype, not aval.shape
+        self.needs = tuple(sorted(set(after_tasks)))
 
     @classmethod
     def known(cls, aval: Any, values: PerRank | None) -> Held:
         """An input variable, with its values on every rank, or None."""
-        held = cls(aval)
-        held._values = values if is_small(held) else None
-        return held
+        return cls(aval, _values=values if is_small(aval) else None)
 
     @property
     def size(self) -> int:

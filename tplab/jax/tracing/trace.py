@@ -49,7 +49,7 @@ def trace_of(
         inputs = [Held.known(variable.aval, _pieces(*given, variable.aval, mesh)) for variable, given in pieces]
         for held, name in zip(inputs, decisions.names(compiled.names), strict=True):
             held.name = name
-        results = walk.run(decisions.jaxpr, (), inputs, tuple(mesh.ranks), "?")
+        results = walk.run(decisions.jaxpr, inputs, tuple(mesh.ranks), "?")
         return recorded(recorder, walk.tasks, _alive(walk, results), cluster, record)
 
 
@@ -121,7 +121,7 @@ class _Taking:
                 self._compute(number, task, spans, timed)
         for rank, start, end, number, after in times.waits():
             task = tasks[number]
-            self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where, task.phase)
+            self.recorder.add(rank, "wait", task.op, start, end, axis=task.axis, where=task.where, phase=task.phase)
             self.parts.append(after)
 
     def after(self, times: Timing) -> list[int]:
@@ -154,12 +154,12 @@ class _Taking:
         group_of = {rank: group for group in task.groups for rank in group}
         for source, target in sorted(task.pairs):
             if source in spans:
-                label = task.labels[source]
+                label, step = task.labels[source], int(rounds[source].start)
                 self.parts.append((number, source))
-                about = task.op, spans[source], task.axis, group_of[source], task.num_bytes, task.shape, task.dtype
-                carried = label.chunk, label.contributors, self._values(task, source)
-                step = int(rounds[source].start)
-                self.recorder.add_message(source, target, *about, step, *carried, task.where, task.phase)
+                about = {"peer": target, "axis": task.axis, "group": group_of[source], "bytes": task.num_bytes}
+                about |= {"chunk": label.chunk, "contributors": label.contributors, "step": step, **_about(task)}
+                values = self._values(task, source)
+                self.recorder.add(source, "message", task.op, *spans[source], values=values, **about)
 
     def _collective(self, number: int, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         elements, itemsize = int(np.prod(task.shape, dtype=np.int64)), 0

@@ -12,7 +12,6 @@ import numpy as np
 
 from tplab.comm import ROWS
 from tplab.errors import TraceError
-from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
@@ -28,7 +27,7 @@ from tplab.jax.tracing.held import (
     joined,
     name_in_program,
 )
-from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened, written
+from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, loop_parts, opened, written
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, is_update, matmul_of, rate_of
 from tplab.mesh import Mesh
 from tplab.trace.label import Label, of_all
@@ -52,15 +51,20 @@ class Walk:
         self._needed: list[Needed] = []  # of the enclosing jaxprs, the whole program's first
         self._decided: tuple[Needs, int] = (), 0  # what the current branch depends on, and the number of tasks then
 
-    def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
-        """The outputs of `jaxpr` once `ranks` have run it. `where` is the line that calls it."""
-        held: dict[Any, Held] = dict(zip(jaxpr.constvars, consts, strict=True))
+    def run(self, inner: Any, args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
+        """The outputs of a jaxpr, open or closed, once `ranks` have run it. `where` is the line that calls it."""
+        jaxpr, consts = opened(inner)
+
+        def constant(variable: Any, value: Any) -> Held:
+            return Held.known(variable.aval, [value] * self.mesh.size)
+
+        held = dict(zip(jaxpr.constvars, map(constant, jaxpr.constvars, consts), strict=True))
         held.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Held:
             if not hasattr(atom, "val"):
                 return held[atom]
-            literal = Held.known(atom.aval, [atom.val] * self.mesh.size)
+            literal = constant(atom, atom.val)
             literal.is_literal = True
             return literal
 
@@ -97,8 +101,8 @@ class Walk:
             if kind := kind_of_action(params):
                 self._phase = "forward" if kind.startswith("F") else "backward"
                 about = kind, inputs, self._decided[0], ranks
-                return self._actions.follow(*about, lambda: self._call(inner, inputs, ranks, where))
-            return self._call(inner, inputs, ranks, where)
+                return self._actions.follow(*about, lambda: self.run(inner, inputs, ranks, where))
+            return self.run(inner, inputs, ranks, where)
         if name == "scan":
             return self._scan(eqn, inputs, ranks, where)
         if name in ("cond", "while"):
@@ -249,25 +253,17 @@ class Walk:
         task.needs = tuple(sorted({*task.needs, *self._decided[0]}))
         return task
 
-    # --- calls and loops -----------------------------------------------------------------------------------------
-
-    def _call(self, inner: Any, inputs: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
-        """Run an inner jaxpr, open or closed."""
-        jaxpr, values = opened(inner)
-        known = zip(jaxpr.constvars, values, strict=True)
-        consts = [Held.known(variable.aval, [value] * self.mesh.size) for variable, value in known]
-        return self.run(jaxpr, consts, inputs, ranks, where)
+    # --- loops and branches -----------------------------------------------------------------------------------------
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Follow every iteration."""
-        params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn.params)
-        consts, carry, xs = _cut(inputs, num_consts, num_carry)
-        body, length = params["jaxpr"], params["length"]
+        params, (consts, carry, xs) = eqn.params, loop_parts(eqn, inputs)
+        body, length, num_carry = params["jaxpr"], params["length"], len(carry)
         avals = [variable.aval for variable in body.jaxpr.invars[len(consts) + num_carry :]]
         rows: list[list[Held]] = [[] for _ in eqn.outvars[num_carry:]]
         for place in reversed(range(length)) if params["reverse"] else range(length):
             row = [_item(x, aval, place) for x, aval in zip(xs, avals, strict=True)]
-            results = self._call(body, [*consts, *carry, *row], ranks, where)
+            results = self.run(body, [*consts, *carry, *row], ranks, where)
             carry = results[:num_carry]
             for column, result in zip(rows, results[num_carry:], strict=True):
                 column.append(result)
@@ -284,10 +280,10 @@ class Walk:
     def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Follow the iterations of each rank."""
         params = eqn.params
-        for_cond, for_body, carry = _cut(inputs, params["cond_nconsts"], params["body_nconsts"])
+        for_cond, for_body, carry = loop_parts(eqn, inputs)
         counts = self._reports.of(eqn, ranks, where)
         for times in range(MOST_ITERATIONS):
-            (goes_on,) = self._call(params["cond_jaxpr"], [*for_cond, *carry], ranks, where)
+            (goes_on,) = self.run(params["cond_jaxpr"], [*for_cond, *carry], ranks, where)
             if counts is None:
                 values = self._goes_on(eqn, goes_on, times, ranks, where)
             else:
@@ -296,7 +292,7 @@ class Walk:
             self._wait_for(goes_on)
             if not ranks:
                 return [held.after(self._decided[0]) for held in carry]
-            results = self._call(params["body_jaxpr"], [*for_body, *carry], ranks, where)
+            results = self.run(params["body_jaxpr"], [*for_body, *carry], ranks, where)
             both = zip(results, carry, strict=True)
             carry = [self._either([(ranks, new), (self.mesh.ranks, old)]) for new, old in both]
         raise TraceError(
@@ -313,7 +309,7 @@ class Walk:
         outcomes = []
         for place in sorted(set(taken.values())):
             takers = tuple(rank for rank in ranks if taken[rank] == place)
-            outcomes.append((takers, self._call(branches[place], operands, takers, where)))
+            outcomes.append((takers, self.run(branches[place], operands, takers, where)))
         columns = zip(*(results for _, results in outcomes), strict=True)
         takers = [takers for takers, _ in outcomes]
         chosen = [self._either(list(zip(takers, column, strict=True))) for column in columns]
@@ -368,11 +364,6 @@ def _makes_tasks(eqn: Any) -> bool:
         for jaxpr in inside(eqn)
         for inner, _ in equations_of(jaxpr)
     )
-
-
-def _cut(items: list[Held], first: int, second: int) -> tuple[list[Held], list[Held], list[Held]]:
-    """The first `first` items, the next `second`, and the rest."""
-    return items[:first], items[first : first + second], items[first + second :]
 
 
 def _item(x: Held, aval: Any, place: int) -> Held:
