@@ -51,7 +51,6 @@ def _plain(value: Any) -> Any:
 def _made(kind: Any, found: Any) -> Any:
     """A value of this type, from what `_plain` made of it."""
     origin, of = get_origin(kind), [one for one in get_args(kind) if one is not type(None)]
-    has_fields = is_dataclass(kind) or hasattr(kind, "_fields")
     if found is None:
         return None
     if origin in (Union, UnionType):
@@ -60,7 +59,7 @@ def _made(kind: Any, found: Any) -> Any:
         return tuple(_made(of[0], one) for one in found)
     if origin is Mapping:
         return {name: _made(of[1], one) for name, one in found.items()}
-    if not has_fields:
+    if not hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "_fields"):
         return found
     kinds = get_type_hints(kind)
     return kind(**{name: _made(kinds[name], one) for name, one in found.items()})
