@@ -107,17 +107,13 @@ class Cluster:
             return
         if not isinstance(self.outer_link, Link):
             raise ClusterError(f"{what}: outer_link is {self.outer_link!r}; give a tplab.cost.Link")
-        if isinstance(self.node_size, bool) or not isinstance(self.node_size, int) or self.node_size < 1:
-            raise ClusterError(f"{what}: node_size is {self.node_size!r}; it must be a whole number, 1 or more")
-        cards = self.cards
-        if cards is None:
-            return
-        if isinstance(cards, bool) or not isinstance(cards, int) or cards < 1:
-            raise ClusterError(f"{what}: cards is {cards!r}; it must be a whole number, 1 or more")
-        if cards % self.node_size and self.node_size % cards:
+        for name, number in (("node_size", self.node_size), ("cards", self.num_cards)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ClusterError(f"{what}: {name} is {number!r}; it must be a whole number, 1 or more")
+        if self.num_cards % self.node_size and self.node_size % self.num_cards:
             raise ClusterError(
-                f"{what}: the {self.node_size} ranks of a node cannot share {cards} cards equally; one number must "
-                "divide the other"
+                f"{what}: the {self.node_size} ranks of a node cannot share {self.num_cards} cards equally; one number "
+                "must divide the other"
             )
 
     @property
