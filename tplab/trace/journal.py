@@ -146,7 +146,9 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
             recorder.add(journal.rank, "compute", op, start - origin, end - origin, **about)
         for op, start, end, axis, where in journal.waited:
             recorder.add(journal.rank, "wait", op, start - origin, end - origin, axis=axis, where=where)
-    for sent, source in sorted(((sent, j.rank) for j in journals for sent in j.sent), key=_start_and_source):
+    for sent, source in sorted(
+        ((sent, j.rank) for j in journals for sent in j.sent), key=lambda entry: (entry[0].start, entry[1])
+    ):
         receiver, said = journals[sent.target], sent.said
         taken = receiver.received.get((source, said.group, said.number))
         arrival = receiver.end if taken is None else taken.time
@@ -172,7 +174,3 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
 
 
 _ANYTHING = Doing("compute", "", UNKNOWN)
-
-
-def _start_and_source(entry: tuple[Sent, int]) -> tuple[float, int]:
-    return entry[0].start, entry[1]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,6 @@ MOST_NUMBERS = 1 << 22
 PerRank = list[Any]
 Rule = Callable[[list[PerRank]], list[PerRank]]
 """The values of some variables on every rank -> those of the variables computed from them."""
-
-
-class Chunk(Protocol):
-    """The number of the chunk that is piece `piece` of what a rank held, known in the program as `name`."""
-
-    def __call__(self, origin_rank: int, piece: int, name: str = "") -> int: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import (
     MOVES,
     NAMES_UP_TO,
-    Chunk,
     Held,
     Needed,
     PerRank,
@@ -39,9 +38,12 @@ MOST_ITERATIONS = 10_000  # of a while_loop
 
 
 class Walk:
-    """Follows a program on all ranks at once and collects their `tasks`; `chunk` numbers the chunks."""
+    """Follows a program on all ranks at once and collects their `tasks`.
 
-    def __init__(self, mesh: Mesh, chunk: Chunk, reports: Reports):
+    chunk   (rank, piece, its name in the program) -> the number of the chunk
+    """
+
+    def __init__(self, mesh: Mesh, chunk: Callable[..., int], reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
         self.kept: list[int] = []  # tasks with an effect, which run even if no result needs them
@@ -138,7 +140,12 @@ class Walk:
                     tuple(sorted(needs)),
                     first.shape,
                     str(first.dtype),
-                    bytes_of(name, inputs, outputs, is_update(name) and self._is_needed(inputs[0])),
+                    bytes_of(
+                        name,
+                        inputs,
+                        outputs,
+                        is_update(name) and any(needed.later(inputs[0]) for needed in self._needed),
+                    ),
                     where,
                     flops_of(name, eqn.params, inputs, outputs),
                     carried=first,
@@ -158,10 +165,6 @@ class Walk:
         if name in MOVES and is_small(outputs[0]):
             outputs[0].moved = eqn, inputs
         return outputs
-
-    def _is_needed(self, x: Held) -> bool:
-        """Whether it is needed later, and so cannot be overwritten."""
-        return any(needed.later(x) for needed in self._needed)
 
     def _product_that_adds(self, eqn: Any, inputs: list[Held], needed: Needed, ranks: Ranks) -> int | None:
         """The product into which an addition can be fused, as in y += x w: it has no other use, and the other summand
