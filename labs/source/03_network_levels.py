@@ -225,6 +225,38 @@ print(np.array_equal(in_jax.per_rank[5], out.value))
 tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH)
 
 # %% [markdown]
+# ## A bug to repair
+#
+# Hybrid sharding (HSDP) makes a training step of `two_levels`: between the second line and the third, each GPU updates the
+# weights of its piece. Here is such a step. Its weights are right on every rank, so no loss and no test shows a mistake.
+#
+# **Predict.** The tensor has $n$ bytes, and there are two nodes of eight GPUs. How many bytes leave a node?
+
+# %%
+def hybrid_step(weights, gradient):  # both [n]   ->   the new weights [n]
+    piece = tt.reduce_scatter(gradient, "node")
+    piece = tt.all_reduce(piece, "gpu")
+    own = weights.chunk(tt.axis_size("node"))[tt.axis_index("node")]
+    return tt.all_gather(own - 0.1 * piece, "node")
+
+where = {"cluster": "h100", "device": "meta"}
+trace = tt.run(hybrid_step, Mesh(node=2, gpu=8), gradients, gradients, **where).trace
+leave = sum(trace.bytes_sent(rank=rank, axis="node") for rank in range(8))
+print(f"{trace.makespan * 1e3:.1f} ms, {leave / 2**30:.0f} GiB leave each node")
+
+# %% [markdown]
+# That is eight times the bound. Repair `hybrid_step`, run its cell, and then run the check.
+
+# %%
+from tplab.exercises.network_levels import check_hybrid_step
+
+check_hybrid_step(hybrid_step)
+
+# %% [markdown]
+# For HSDP, PyTorch's `fully_shard` takes a mesh with two dims. Only their order counts: [the first replicates, the second
+# shards](https://discuss.pytorch.org/t/fsdp-hsdp-with-device-mesh-multiple-replica-intra-node/209096). Swapped, they
+# are this bug.
+#
 # ## Your turn: gather on two levels
 #
 # Every GPU has one row. Write `gather_all`, which returns all rows on every GPU, in the order of the ranks. On $N$
@@ -262,7 +294,7 @@ check_gather_all(gather_all)
 # | nodes of a cluster | the order of ranks in `torchrun` | detected; `NCCL_TOPO_FILE` overrides it | `mesh_utils.create_hybrid_device_mesh` |
 #
 # You rarely write `two_levels` for one all-reduce: NCCL keeps both levels busy at once. You write its three steps when
-# something happens between them: hybrid sharding (HSDP) updates the weights before it gathers them.
+# something happens between them, as in hybrid sharding.
 #
 # ## To take away
 #

@@ -268,15 +268,17 @@ report("bias", with_bias)
 # loss does slightly better. But with a large factor, a second loss can pull the router away from
 # the task. The bias adds nothing to the gradient.
 #
-# ## Your turn: the bias selects, but does not weight
+# ## A bug to repair: the bias in the weights
 #
-# If the bias were also part of the weights, it would change what the layer computes, and experts that are rarely chosen would count
-# for more. Write `choose`: for each token the `k` experts with the highest `scores + bias`, and weights in proportion to their
-# `scores`, which add up to 1 for each token. The router learns the task through these weights, so they need their gradient.
+# If the bias is also part of the weights, it changes what the layer computes, and experts that are rarely chosen count for
+# more. [vLLM](https://github.com/vllm-project/vllm/pull/12002) once ran DeepSeek-V3 with this bug. Repair `choose`: for each token
+# the `k` experts with the highest `scores + bias`, and weights in proportion to their `scores`, which add up to 1 for each
+# token. The router learns the task through these weights, so they need their gradient.
 
 # %%
 def choose(scores, bias, k):  # [T, E], [E]   ->   choices [T, k], weights [T, k]
-    ...
+    best = (scores + bias).topk(k)
+    return best.indices, best.values / best.values.sum(1, keepdim=True)
 
 # %%
 from tplab.exercises.balance_of_experts import check_choose

@@ -1,10 +1,13 @@
 """The exercises of labs 22 and 23: solutions pass, and the mistakes that people make get their hints."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 import tplab.torch as tt
+from labs.source import build
 from tplab.exercises.balance_of_experts import check_choose, check_update
 from tplab.exercises.experts import check_average, check_rows_sent
 
@@ -312,6 +315,14 @@ def in_numpy(scores, bias, k):
     choices = np.argsort(-(scores.numpy() + bias.numpy()), 1)[:, :k]
     weights = np.take_along_axis(scores.numpy(), choices, 1)
     return choices, weights / weights.sum(1, keepdims=True)
+
+
+def test_the_bug_of_lab_23_is_told():
+    cells = [cell.source for cell in build.read_source("23_balance_of_experts").cells]
+    names: dict[str, Any] = {}
+    exec(next(source for source in cells if source.startswith("def choose")), names)
+    verdict = check_choose(names["choose"])
+    assert verdict.passed is False and "The bias is in the weights. It only selects" in verdict.text, verdict
 
 
 @pytest.mark.parametrize("fn", [choose, in_another_order, in_single_precision_too])

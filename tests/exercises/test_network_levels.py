@@ -1,4 +1,4 @@
-"""The check of lab 03: solutions pass in both frameworks, and each known mistake is told by name."""
+"""The checks of lab 03: solutions pass in both frameworks, and each known mistake is told by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import tplab.jax as tj
 import tplab.torch as tt
 from labs.source import build
 from tests.exercises.test_exercises import expect
-from tplab.exercises.network_levels import check_gather_all
+from tplab.exercises.network_levels import check_gather_all, check_hybrid_step
 
 
 def in_the_lab(start: str) -> dict[str, Any]:
@@ -21,6 +21,62 @@ def in_the_lab(start: str) -> dict[str, Any]:
     names: dict[str, Any] = {"tt": tt}
     exec(next(source for source in cells if source.startswith(start)), names)
     return names
+
+
+def a_step(ops: Any, cut: str = "gpu", across: str = "node", piece_of: str = "", is_mean: bool = False) -> Callable:
+    """A step of hybrid sharding that cuts along `cut`, adds up along `across`, and its weights along `piece_of`."""
+
+    def hybrid_step(weights, gradient):
+        piece = ops.reduce_scatter(gradient, cut) / (ops.axis_size(("node", "gpu")) if is_mean else 1)
+        piece = ops.all_reduce(piece, across) if across else piece
+        own = weights.reshape(ops.axis_size(cut), -1)[ops.axis_index(piece_of or cut) % ops.axis_size(cut)]
+        return ops.all_gather(own - 0.1 * piece, cut)
+
+    return hybrid_step
+
+
+def gathered_first(weights, gradient):
+    """The gradient is made whole before the step: the same bytes."""
+    piece = tt.all_reduce(tt.reduce_scatter(gradient, "gpu"), "node")
+    return weights - 0.1 * tt.all_gather(piece, "gpu")
+
+
+def scattered_twice(weights, gradient):
+    piece = tt.reduce_scatter(tt.reduce_scatter(gradient, "gpu"), "node")
+    return weights - 0.1 * tt.all_gather(tt.all_gather(piece, "node"), "gpu")
+
+
+@pytest.mark.parametrize("step", [a_step(tt), gathered_first, scattered_twice])
+def test_repairs_of_hybrid_sharding_pass(step: Callable):
+    expect(check_hybrid_step(step), True, "Each node sends no more to the others than it must.")
+
+
+def test_a_repair_in_jax_passes():
+    expect(check_hybrid_step(a_step(tj), "jax"), True)
+
+
+@pytest.mark.parametrize(
+    ("step", "hint"),
+    [
+        (a_step(tt, "node", "gpu"), "send 36 numbers in messages that may leave it, where 12 would do"),
+        (lambda weights, gradient: weights - 0.1 * tt.all_reduce(gradient, ("node", "gpu")), "may leave it, where 12"),
+        (lambda weights, gradient: weights - 0.1 * gradient, "Each rank makes a step with its own gradient"),
+        (a_step(tt, across=""), "but not those of other nodes"),
+        (a_step(tt, "node", ""), "but not inside a node"),
+        (a_step(tt, is_mean=True), "the mean of the gradients"),
+        (a_step(tt, piece_of="node"), "Which piece of the weights"),
+    ],
+    ids=["the lab's", "all ranks", "own", "inside", "across", "mean", "other weights"],
+)
+def test_what_is_wrong_with_a_step_is_told(step: Callable, hint: str):
+    expect(check_hybrid_step(step), False, hint, "Mesh(node=2, gpu=3)")
+
+
+def test_the_labs_bug_is_told():
+    cells = [cell.source for cell in build.read_source("03_network_levels").cells if cell.cell_type == "code"]
+    names: dict[str, Any] = {"tt": tt}
+    exec(next(source for source in cells if source.startswith("def hybrid_step")).split("\n\n")[0], names)
+    expect(check_hybrid_step(names["hybrid_step"]), False, "On which axis should the gradient be cut")
 
 
 def across_first(ops: Any) -> Callable:

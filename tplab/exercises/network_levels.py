@@ -1,4 +1,4 @@
-"""The exercise of lab 03: gather in two levels, with few bytes across nodes."""
+"""The exercises of lab 03: a step of hybrid sharding, and a gather in two levels, with few bytes across nodes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,86 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen
+from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
 from tplab.exercises.trials import trials, weight
 from tplab.exercises.verdict import on, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.widgets.matrices import Panel
+
+MESHES = (Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3))
+
+
+# --- a bug to repair: a step of hybrid sharding --------------------------------------------------------------------
+
+
+def _stepped(tensors: Tensors) -> np.ndarray:
+    """The weights after a step with the sum of the gradients in `tensors`."""
+    weights = tensors["weights"]
+    return weights - 0.1 * tensors["gradient"].reshape(-1, weights.size).sum(0)
+
+
+def _added_along(axis: str, hint: str) -> Mistake:
+    """The mistake of adding up the gradients of this rank's group along one axis."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        gpus = seen.mesh.axis_size("gpu")
+        table, (node, gpu) = seen.tensors["gradient"].reshape(-1, gpus, 2 * seen.mesh.size), divmod(seen.rank, gpus)
+        return _stepped(seen.tensors | {"gradient": table[:, gpu] if axis == "node" else table[node]})
+
+    return Mistake("new", hint, wrong)
+
+
+HYBRID_STEP = Exercise(
+    name="hybrid_step",
+    tensors=lambda rng, mesh: {
+        "weights": rng.integers(-9, 10, 2 * mesh.size).astype(float),
+        "gradient": rng.integers(-9, 10, 2 * mesh.size**2).astype(float),
+    },
+    specs={"weights": P(), "gradient": P(("node", "gpu"))},
+    plain=lambda tensors: {"new": _stepped(tensors)},
+    results={"new": P()},
+    reminders={"new": "Which piece of the weights belongs to the piece of the gradient that a GPU has?"},
+    is_precise=True,
+    meshes=MESHES,
+    mistakes=(
+        Mistake("new", "Each rank makes a step with its own gradient.", lambda seen: _stepped(seen.own)),
+        _added_along("gpu", "The gradients of a node are added up, but not those of other nodes."),
+        _added_along("node", "Gradients are added up across the nodes, but not inside a node."),
+        Mistake(
+            "new",
+            "The step is made with the mean of the gradients. Here it takes their sum.",
+            lambda seen: _stepped(seen.tensors | {"gradient": seen.tensors["gradient"] / seen.mesh.size}),
+        ),
+    ),
+)
+
+
+def check_hybrid_step(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Check that `fn` makes a step with the sum of all ranks' gradients, and sends as little as possible across nodes.
+
+    weights [n], the same on every rank; gradient [n], each rank's own   ->   weights - 0.1 * sum of gradients [n]
+    """
+    return grade(fn, HYBRID_STEP, framework, _sends_little_across)
+
+
+def _sends_little_across(answer: Answer) -> Verdict:
+    for mesh in answer.exercise.meshes:
+        nodes, gpus = mesh.axis_size("node"), mesh.axis_size("gpu")
+        trace, n = answer.run(mesh).trace, answer.tensors(mesh)["weights"].size
+        sent = [trace.bytes_sent(rank=rank) - trace.bytes_sent(rank=rank, axis="gpu") for rank in mesh.ranks]
+        table, bound = np.reshape(sent, (nodes, gpus)) / 4, 2 * (nodes - 1) * n / nodes  # numbers in float32
+        if (most := table.sum(1).max()) > bound:
+            but(
+                f"on {mesh} the GPUs of a node send {most:.0f} numbers in messages that may leave it, where "
+                f"{bound:.0f} would do.\nOn which axis should the gradient be cut before it crosses the network?\n"
+                "One row per node, one column per GPU: the numbers that it sends.",
+                [Panel("yours", table, table > bound / gpus), Panel("enough", np.full(table.shape, bound / gpus))],
+            )
+    return answer.says("Each node sends no more to the others than it must.")
+
+
+# --- your turn: gather on two levels -------------------------------------------------------------------------------
 
 
 def _gpus_first(seen: Seen) -> np.ndarray:
@@ -30,7 +104,7 @@ GATHER_ALL = Exercise(
     plain=lambda tensors: {"y": tensors["x"]},
     results={"y": P()},
     is_precise=True,
-    meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
+    meshes=MESHES,
     mistakes=(
         Mistake(
             "y",
