@@ -52,7 +52,7 @@ class Recorder:
 
     def __init__(self, mesh: Mesh, title: str = "", framework: str = ""):
         self.mesh, self.title, self.framework = mesh, title, framework
-        self._forms: dict[Form, int] = {}  # a message's form has a negative number: ~number of its send
+        self._forms: dict[tuple[Any, ...], int] = {}  # a message's form has a negative number: ~number of its send
         self._rows: list[Form] = []  # one per form; a send's row is followed by its receive's
         self._notes: list[Any] = []  # one after the other, flat
         self._blocks: list[dict[str, np.ndarray]] = []
@@ -96,14 +96,18 @@ class Recorder:
 
         A form of the kind "message" is two events: the send on `rank` and the receive on `peer`.
         """
-        row = Form(rank, kind, op, **shared)
-        number = self._forms.get(row)
+        return self._form(rank, kind, op, shared)
+
+    def _form(self, rank: int, kind: str, op: str, shared: dict[str, Any]) -> int:
+        key = rank, kind, op, *shared.items()
+        number = self._forms.get(key)
         if number is None:
+            row = Form(rank, kind, op, **shared)
             number, rows = len(self._rows), [row]
             if kind == "message":
                 receive = row._replace(rank=row.peer, kind="receive", peer=rank)
                 number, rows = ~number, [row._replace(kind="send"), receive]
-            self._forms[row] = number
+            self._forms[key] = number
             self._rows += rows
         return number
 
@@ -151,7 +155,7 @@ class Recorder:
 
         The kind "message" records the send on `rank` and the receive on `peer`, with a number of their own.
         """
-        form = self.form(rank, kind, op, **shared)
+        form = self._form(rank, kind, op, shared)
         message = self.next_message() if form < 0 else message
         self.note(form, start, end, bytes, message, step, chunk, contributors, values, part)
         return message
