@@ -17,6 +17,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -183,7 +184,8 @@ class Outside:
     def _function(self, function: types.FunctionType) -> list[Any]:
         code = function.__code__
         self._itself(code)
-        cells = dict(zip(code.co_freevars, map(_content, function.__closure__ or ()), strict=True))
+        closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        cells = {name: _held(attrgetter("cell_contents"), cell) for name, cell in closure}
         parts = [function.__defaults__, function.__kwdefaults__, vars(function)]
         parts += [content for content in cells.values() if not isinstance(content, types.ModuleType)]
         if not _is_of(function.__globals__.get("__name__", ""), _TRUSTED):
@@ -239,7 +241,7 @@ class Outside:
         if not self.is_known:
             return []
         attributes = {
-            name: _slot(member, value)
+            name: _held(member.__get__, value)
             for base in kind.__mro__
             for name, member in vars(base).items()
             if isinstance(member, types.MemberDescriptorType)
@@ -285,17 +287,11 @@ def _beyond_modules(value: Any, attributes: Sequence[str]) -> list[Any]:
     return [value]
 
 
-def _content(cell: Any) -> Any:
+def _held(how: Callable[[Any], Any], value: Any) -> Any:
+    """What a cell or a slot holds."""
     try:
-        return cell.cell_contents
-    except ValueError:
-        return _NO_VALUE
-
-
-def _slot(member: Any, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:
+        return how(value)
+    except (AttributeError, ValueError):
         return _NO_VALUE
 
 

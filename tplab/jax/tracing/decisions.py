@@ -59,7 +59,7 @@ class Decisions:
     def run(self, compiled: Compiled, placed: Sequence[Any], seed: int) -> tuple[Any, Asked]:
         """Run `compiled` with these arguments. Returns its results, and a function that obtains the ranks' reports."""
         if self._form is None or any(map(is_shape, placed)):
-            return compiled(placed, seed), _nothing
+            return compiled(placed, seed), lambda: None
         # A program with effects must not run twice, and of several processes perhaps only one reads the trace.
         if self._has_effects or compiled.program.jax_mesh.is_multi_process:
             *outputs, reports = compiled(placed, seed, self._form)
@@ -160,10 +160,6 @@ def unknown(eqn: Any, where: str, why: str) -> TraceError:
     if eqn.primitive.name == "cond":
         return TraceError(f"which branch the cond at {where} takes is not known: {why}")
     return TraceError(f"how often the while_loop at {where} runs is not known: {why}")
-
-
-def _nothing() -> None:
-    """The report of a program with nothing to report."""
 
 
 def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:

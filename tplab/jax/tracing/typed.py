@@ -72,7 +72,6 @@ class _Typist:
         self.steps: list[Step] = []
         self._num = 0
         self._numbers: dict[int, float] = {}  # values that are literals of the program
-        self._sums: dict[int, Step] = {}  # values that are sums over dims of another value
         self._maxima: dict[int, tuple[int, Dims]] = {}  # the maximum of a value, over which of its dims
         self._made: dict[int, Step] = {}
 
@@ -214,11 +213,12 @@ class _Typist:
         name = eqn.primitive.name
         if not inputs:
             return self._take(Step(name, "made", shape=tuple(aval.shape), **about), aval)
-        if name == "div" and (summed := self._sums.get(inputs[0])) is not None and inputs[1] in self._numbers:
-            size = prod(summed.shapes[0]) / max(prod(summed.shape), 1)
+        made = self._made.get(inputs[0]) if name == "div" else None
+        if made is not None and made.op == "reduce_sum" and inputs[1] in self._numbers:
+            size = prod(made.shapes[0]) / max(prod(made.shape), 1)
             if self._numbers[inputs[1]] == size:
-                return self._step("mean", "linear", summed.inputs, aval, about, dims=summed.dims, over="mean")
-        if name == "div" and (made := self._made.get(inputs[0])) is not None and made.reduction == "mean":
+                return self._step("mean", "linear", made.inputs, aval, about, dims=made.dims, over="mean")
+        if made is not None and made.reduction == "mean":
             return self._linear("mean", inputs[0], aval, range(aval.ndim), about)
         if name == "select_n":
             return self._either(inputs[0], inputs[1:], aval, about, "where")
@@ -230,9 +230,7 @@ class _Typist:
             more["mixes"] = found[1]
             name = "softmax"
         number = self._step(name, how, inputs, aval, about, dims=dims, **more)
-        if name == "reduce_sum":
-            self._sums[number] = self._made[number]
-        elif name == "reduce_max":
+        if name == "reduce_max":
             self._maxima[number] = inputs[0], eqn.params["axes"]
         elif name in ("broadcast_in_dim", "stop_gradient", "max", "reshape", "convert_element_type"):
             source = next((x for x in inputs if x in self._maxima), None)
