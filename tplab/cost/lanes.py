@@ -49,9 +49,6 @@ class Log:
         self._blocks: list[np.ndarray] = []
         self._num_packed = 0
 
-    def __len__(self) -> int:
-        return self._num_packed + (len(self._entries) >> 2)
-
     def lane(self, rank: int) -> int:
         """A new lane of this rank."""
         self.ranks.append(rank)

@@ -66,11 +66,6 @@ class Recorder:
         self._num_packed = 0
         self._num_messages = 0
 
-    def __len__(self) -> int:
-        """How many events there are."""
-        packed = sum(len(block["form"]) + int((block["form"] < 0).sum()) for block in self._blocks)
-        return packed + len(self._notes) // _WIDTH + sum(form < 0 for form in self._notes[::_WIDTH])
-
     def chunk(self, origin_rank: int, piece: int, name: str = "") -> int:
         """The number of the chunk that is piece `piece` of what `origin_rank` held; `name` is its name in the
         program."""
