@@ -42,13 +42,12 @@ Dims = tuple[int | None, ...]
 
 
 class Ask(NamedTuple):
-    """A request for a sharding: its line, or the result of the program; the spec; the number of dims of the array.
-    Inside vmap these describe the array as written, without the batch dim."""
+    """A request for a sharding: its line, or the result of the program, and the spec, with an entry for each dim of the
+    array. Inside vmap that is the array as written, without the batch dim."""
 
     line: str
     result: str
     spec: tuple[Any, ...]
-    num_dims: int
 
     @property
     def axes(self) -> set[str]:
@@ -295,7 +294,7 @@ class Asked:
         for batched in reversed(_BATCHED.findall(str(eqn.source_info.name_stack))):
             del dims[int(batched)]
         line = line_outside(eqn, jaxpr, self._only_asks) or line
-        ask = Ask(line, "", tuple(spec[dim] for dim in dims), len(dims))
+        ask = Ask(line, "", tuple(spec[dim] for dim in dims))
         own = tuple(dims.index(dim) if dim in dims else None for dim in range(num_dims))
         self._asks.setdefault(read, []).append(Asking(ask, own, (made,)))
         for dim, names in zip(dims, self._specs.get(ask, ask.spec), strict=True):
@@ -310,7 +309,7 @@ class Asked:
                 continue
             num_dims = len(self._shapes[output])
             spec = (*sharding.spec, *[None] * (num_dims - len(sharding.spec)))
-            ask = Ask(line, str(paths[place]) if len(outputs) > 1 and place < len(paths) else "", spec, num_dims)
+            ask = Ask(line, str(paths[place]) if len(outputs) > 1 and place < len(paths) else "", spec)
             self._asks.setdefault(output, []).append(Asking(ask, tuple(range(num_dims)), ()))
             found[place] = _with_spec(sharding, self._specs.get(ask, spec))
         return tuple(found)
