@@ -275,28 +275,19 @@ class _Reporter:
         place, reports = report[0] + 1, id(eqn) in self._reported
         if reports:
             report = _written(report, place, place * 0)
-        # A condition cannot return a report, so one that reports is moved to before the loop, and into the body.
-        cond_reports = self._count(params["cond_jaxpr"]) > 0
 
         def condition(carry: Any, report: Array) -> tuple[Any, Array]:
             (goes_on,), report = self.run(params["cond_jaxpr"], [*for_cond, *carry], report)
             return goes_on, report
 
         def body(state: Any) -> Any:
-            times, goes_on, report, carry = state
+            times, _, report, carry = state
             carry, report = self.run(params["body_jaxpr"], [*for_body, *carry], report)
-            if cond_reports:
-                goes_on, report = condition(carry, report)
-            return times + reports, goes_on, report, carry
+            return times + reports, *condition(carry, report), carry
 
-        goes_on = None
-        if cond_reports:
-            goes_on, report = condition(carry, report)
-        times, _, report, carry = lax.while_loop(
-            lambda state: state[1] if cond_reports else condition(state[3], state[2])[0],
-            body,
-            (place * 0, goes_on, report, carry),
-        )
+        # A condition cannot return a report, so it is moved to before the loop, and into the body.
+        first = place * 0, *condition(carry, report), carry
+        times, _, report, carry = lax.while_loop(lambda state: state[1], body, first)
         if reports:
             report = lax.dynamic_update_index_in_dim(report, times, place, 0)
         return carry, report
