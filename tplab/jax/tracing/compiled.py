@@ -172,8 +172,6 @@ def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
 
 def _bytes_sent(op: str, array: Array, num_ranks: int) -> int:
     """The bytes that a rank sends, derived from what it receives."""
-    if op == "ppermute":
-        return array.num_bytes
     elements, itemsize = array.units
     if op == "all_gather":
         elements //= num_ranks

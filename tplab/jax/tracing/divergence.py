@@ -7,9 +7,7 @@ because they all decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from tplab.errors import DeadlockError, TraceError
@@ -91,16 +89,15 @@ class _Reaching(Walk):
 
     def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         if eqn is not self._eqn:
-            return _or_unknown(eqn, partial(super()._cond, eqn, inputs, ranks, where))
+            return super()._cond(eqn, inputs, ranks, where)
         if (values := inputs[0].values()) is not None:
             groups = {int(values[rank]): [r for r in ranks if values[r] == values[rank]] for rank in ranks}
             self.answer = ": " + "; ".join(f"{_do(groups[way], 'take')} branch {way}" for way in sorted(groups))
         raise _Reached
 
-    def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        if eqn is not self._eqn:
-            return _or_unknown(eqn, partial(super()._while, eqn, inputs, ranks, where))
-        return super()._while(eqn, inputs, ranks, where)
+    def _must_know(self, eqn: Any) -> bool:
+        """The results of any other branch or loop may be unknown: the program's arguments may decide there."""
+        return eqn is self._eqn
 
     def _goes_on(self, eqn: Any, decision: Held, times: int, ranks: Ranks, where: str) -> PerRank:
         values = super()._goes_on(eqn, decision, times, ranks, where)
@@ -111,14 +108,6 @@ class _Reaching(Walk):
             self.answer = f": {_do(leaving, 'leave')} it after {turns}, and {_do(staying, 'go')} on"
             raise _Reached
         return values
-
-
-def _or_unknown(eqn: Any, run: Callable[[], list[Held]]) -> list[Held]:
-    """The results of a branch or a loop; unknown values if the program's arguments decide there."""
-    try:
-        return run()
-    except TraceError:
-        return [Held(variable.aval) for variable in eqn.outvars]
 
 
 def _do(ranks: list[int], verb: str) -> str:

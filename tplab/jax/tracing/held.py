@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tplab.jax.tracing.jaxprs import loop_parts
 from tplab.trace.label import UNKNOWN, Label
 
 MOST_ELEMENTS = 4096
@@ -212,9 +213,9 @@ class Needed:
 
     def later(self, held: Held) -> bool:
         """Whether a later equation reads it, or a later iteration of the current loop."""
-        eqn, params = self._eqns[self.now], self._eqns[self.now].params
-        counts = (params.get(name, 0) for name in ("num_consts", "cond_nconsts", "body_nconsts"))
-        again = eqn.invars[: sum(counts)] if eqn.primitive.name in ("scan", "while") else ()
+        eqn, name = self._eqns[self.now], self._eqns[self.now].primitive.name
+        consts, more, _ = loop_parts(eqn, eqn.invars) if name in ("scan", "while") else ([], [], [])
+        again = consts + more if name == "while" else consts
         later = [atom for atom, place in self._last.items() if place > self.now]
         return any(self._held.get(atom) is held for atom in (*again, *later) if not hasattr(atom, "val"))
 

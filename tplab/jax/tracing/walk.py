@@ -112,7 +112,7 @@ class Walk:
             try:
                 return (self._cond if name == "cond" else self._while)(eqn, inputs, ranks, where)
             except TraceError:
-                if _makes_tasks(eqn):
+                if self._must_know(eqn):
                     raise
                 needs = {task for held in inputs for task in held.needs}
                 return [Held(variable.aval, needs) for variable in eqn.outvars]
@@ -329,6 +329,14 @@ class Walk:
             raise unknown(eqn, where, self._reports.why_unknown(eqn))
         return values
 
+    def _must_know(self, eqn: Any) -> bool:
+        """Whether a branch or a loop contains more than computations of indices."""
+        return any(
+            inner.primitive.name in EXCHANGES or any(variable.aval.shape for variable in inner.outvars)
+            for jaxpr in inside(eqn)
+            for inner, _ in equations_of(jaxpr)
+        )
+
     def _wait_for(self, decision: Held) -> None:
         """Make everything from here on, until `_decided` is restored, wait for this decision too."""
         needs, since = self._decided
@@ -358,15 +366,6 @@ def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dic
     first = {rank: next(label for label in labels if label.chunk >= 0) for rank, labels in received.items()}
     adding = frozenset(rank for rank, label in known.items() if len(label.contributors) > len(first[rank].contributors))
     return {"labels": known, "adding": adding}
-
-
-def _makes_tasks(eqn: Any) -> bool:
-    """Whether it contains more than computations of indices."""
-    return any(
-        inner.primitive.name in EXCHANGES or any(variable.aval.shape for variable in inner.outvars)
-        for jaxpr in inside(eqn)
-        for inner, _ in equations_of(jaxpr)
-    )
 
 
 def _item(x: Held, aval: Any, place: int) -> Held:
