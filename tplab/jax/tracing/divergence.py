@@ -18,6 +18,7 @@ from tplab.jax.tracing.held import Held, PerRank
 from tplab.jax.tracing.jaxprs import equations_of, inside, line_of, opened
 from tplab.jax.tracing.walk import Ranks, Walk
 from tplab.mesh import Mesh
+from tplab.units import counted, ranks_text
 
 
 def refuse_divergence(jaxpr: Any, mesh: Mesh) -> None:
@@ -104,13 +105,11 @@ class _Reaching(Walk):
         leaving = [rank for rank in ranks if not values[rank]]
         if eqn is self._eqn and 0 < len(leaving) < len(ranks):
             staying = [rank for rank in ranks if values[rank]]
-            turns = "1 turn" if times == 1 else f"{times} turns"
-            self.answer = f": {_do(leaving, 'leave')} it after {turns}, and {_do(staying, 'go')} on"
+            self.answer = f": {_do(leaving, 'leave')} it after {counted(times, 'turn')}, and {_do(staying, 'go')} on"
             raise _Reached
         return values
 
 
 def _do(ranks: list[int], verb: str) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
-    return f"ranks {', '.join(map(str, ranks))} {verb}"
+    ending = "" if len(ranks) > 1 else "es" if verb.endswith("o") else "s"
+    return f"{ranks_text(ranks)} {verb}{ending}"
