@@ -16,9 +16,8 @@ from tplab.jax.private import scan_sizes
 from tplab.lines import line_text
 
 _CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "tplab_linear", "tplab_quantized_all_gather", "tplab_quantized_reduce_scatter",
-    "tplab_unit", "tplab_unit_tangent",
+    "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "tplab_linear",
+    "tplab_quantized_all_gather", "tplab_quantized_reduce_scatter", "tplab_unit", "tplab_unit_tangent",
 }  # fmt: skip
 
 LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
@@ -34,8 +33,7 @@ def called(eqn: Any) -> Any:
     None if it calls none, or not exactly once."""
     if eqn.primitive.name not in _CALLS:
         return None
-    params = eqn.params
-    return params["call_jaxpr"] if "call_jaxpr" in params else params.get("jaxpr", params.get("fun_jaxpr"))
+    return eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params.get("jaxpr")
 
 
 def opened(inner: Any) -> tuple[Any, list[Any]]:
