@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tplab.torch import launch
 from tplab.widgets import timeline
-from tplab.widgets.paper.dark import darkened
+from tplab.widgets.paper.apng import darkened
 from tplab.widgets.score.score import score
 from tplab.widgets.score.still import moving
 

@@ -85,11 +85,7 @@ class Row:
         return found
 
 
-def _table(*rows: Row) -> Mapping[str, Row]:
-    return {row.name: row for row in rows}
-
-
-ROWS = _table(
+_ROWS = (
     Row(
         "all_reduce", "all", "all", True, ("op",), type="I", hlo="all-reduce",
         words="every rank of {group} ends with the {result} of all their tensors",
@@ -133,6 +129,8 @@ ROWS = _table(
     Row("send", "one", "one", params=("target",), hidden=("following", "device"), jax="ppermute"),
     Row("receive", "", "one", params=("source",)),
 )  # fmt: skip
+
+ROWS: Mapping[str, Row] = {row.name: row for row in _ROWS}
 """All collectives, by tplab's name."""
 
 

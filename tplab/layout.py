@@ -95,7 +95,8 @@ def layouts_for(shape: Sequence[int], local_shapes: Sequence[Sequence[int]], mes
     for spec in product(*entries):
         names = [name for entry in spec for name in names_in(entry)]
         if len(names) == len(set(names)):
-            found.append(Layout(P(*_without_tail(spec))))
+            last = max((dim for dim, entry in enumerate(spec) if entry is not None), default=-1)
+            found.append(Layout(P(*spec[: last + 1])))
     for layout in list(found):
         if len(layout.split_dims) == 1:
             (dim,) = layout.split_dims
@@ -119,8 +120,3 @@ def _entries(size: int, local_sizes: Sequence[int], mesh: Mesh) -> Iterator[str 
             exact = [len(pieces[mesh.index(rank, names)]) for rank in mesh.ranks]
             if list(local_sizes) in (exact, [len(pieces[0])] * mesh.size):
                 yield names if count > 1 else names[0]
-
-
-def _without_tail(entries: Sequence[Any]) -> Sequence[Any]:
-    last = max((dim for dim, entry in enumerate(entries) if entry is not None), default=-1)
-    return entries[: last + 1]

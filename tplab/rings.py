@@ -57,17 +57,16 @@ def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes
     Raises ValueError for another direction.
     """
     one_of("direction", direction, DIRECTIONS)
-    others = range(1, num_ranks)
-    half = size - size // 2
-    own = RingPiece(0, index, 0, size)
+
+    def pieces(way: int, begin: int = 0, length: int = size) -> list[RingPiece]:
+        return [RingPiece(hops, (index + way * hops) % num_ranks, begin, length) for hops in range(1, num_ranks)]
+
+    half, own = size - size // 2, RingPiece(0, index, 0, size)
     if direction == "split":
-        first = [RingPiece(distance, (index - distance) % num_ranks, 0, half) for distance in others]
-        second = [RingPiece(distance, (index + distance) % num_ranks, half, size - half) for distance in others]
-        return Lanes(first, second, own)
+        return Lanes(pieces(-1, 0, half), pieces(1, half, size - half), own)
     if direction == "down":
-        return Lanes([], [RingPiece(distance, (index + distance) % num_ranks, 0, size) for distance in others], own)
-    rising = [RingPiece(distance, (index - distance) % num_ranks, 0, size) for distance in others]
-    hops_up = num_ranks - 1 if direction == "up" else num_ranks // 2
+        return Lanes([], pieces(1), own)
+    rising, hops_up = pieces(-1), num_ranks - 1 if direction == "up" else num_ranks // 2
     return Lanes(rising[:hops_up], rising[hops_up:][::-1], own)
 
 

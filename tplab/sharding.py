@@ -155,16 +155,20 @@ def global_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
     return tuple(size * part for size, part in zip(shape, parts, strict=True))
 
 
+def held_by(shape: Sequence[int], spec: P, mesh: Mesh, rank: int, rule: Rule = "ceil") -> tuple[range, ...]:
+    """Which elements of each dim of a whole array `rank` holds, by this rule of `cut`."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return tuple(
+        range(size) if entry is None else cut(size, mesh.axis_size(entry), rule)[mesh.index(rank, entry)]
+        for size, entry in zip(shape, entries, strict=True)
+    )
+
+
 def shard_slices(shape: Sequence[int], spec: P, mesh: Mesh, rank: int) -> tuple[slice, ...]:
     """Where the piece of `rank` is in the whole tensor: one slice per dim."""
     check_spec(shape, spec, mesh)
     mesh.check_rank(rank)
-    slices = [slice(0, size) for size in shape]
-    for dim, entry in enumerate(spec):
-        if entry is not None:
-            piece = cut(shape[dim], mesh.axis_size(entry), "equal")[mesh.index(rank, entry)]
-            slices[dim] = slice(piece.start, piece.stop)
-    return tuple(slices)
+    return tuple(slice(held.start, held.stop) for held in held_by(shape, spec, mesh, rank, "equal"))
 
 
 def split(array: Any, spec: P, mesh: Mesh) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Spare memory: memory that was freed, but that the C library keeps for later.
+"""Spare memory: memory that was freed, but that the C library keeps for later. And memory as a file.
 
 XLA's compiler needs about 0.3 GB for some seconds, and the thread of each rank has its own heap. A notebook's kernel
 would otherwise keep all of this, on machines that may have only 1 or 2 GB.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,3 +43,11 @@ def resident_bytes() -> int:
     except OSError:
         return 0
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def scratch_file() -> int:
+    """The descriptor of an unnamed file, in memory if the system supports that."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tplab", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

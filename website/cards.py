@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image
 
 from tplab.widgets.page import json_in_page
+from tplab.widgets.paper.apng import darkened
 from tplab.widgets.paper.card import Card
-from tplab.widgets.paper.dark import darkened
 from website.states import Output
 
 FOLDER = "widgets"  # of the site: modules and stills

@@ -34,7 +34,7 @@ CELLS = "cells.py"  # runs cells there; the scripts in cards/ draw their widgets
 COUNTED = ("pyodide.asm.wasm", "python_stdlib.zip")  # large files, fetched so that their bytes can be counted
 CORE = ("pyodide.mjs", "pyodide.asm.mjs", *COUNTED)
 KINDS = ("PipelineLab", "LayoutLab")  # the widgets that need Python
-STARTS_WITH = ("tplab.widgets.schedule.remote", "tplab.widgets.layouts.remote")
+STARTS_WITH = ("tplab.widgets.schedule.workbench", "tplab.widgets.layouts.workbench")
 DATA = (
     "tplab/cost/measured/*.csv",
     "tplab/cost/measured/constants.json",

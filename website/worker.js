@@ -79,14 +79,15 @@ async function loadNumPy(python, wanted) {
   if (!python.loadedPackages.numpy) throw new Error(said.join("; ") || "it did not come");
 }
 
-let starting = null, remote = null, cells = null, turn = Promise.resolve();
+let starting = null, bench = null, cells = null, turn = Promise.resolve();
 
 // room: the folder of tplab.widgets that computes this lab.
 async function answer({ first, room, question }) {
   const python = await (starting ??= start(false));
   try {
-    remote ??= python.runPython(`from tplab.widgets.${room}.remote import Remote\nRemote`)(JSON.stringify(first));
-    const found = remote.ask(JSON.stringify(question));
+    bench ??= python.runPython(`import json\nfrom tplab.widgets.${room}.workbench import Workbench
+lambda first: Workbench(json.loads(first))`)(JSON.stringify(first));
+    const found = bench.reply(JSON.stringify(question));
     const [text, board] = found.toJs();
     found.destroy();
     tell({ ...JSON.parse(text), board: board.length ? board : null });

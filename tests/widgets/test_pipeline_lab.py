@@ -30,11 +30,12 @@ from tplab.schedules import (
 )
 from tplab.units import plain
 from tplab.widgets import gantt, pipeline_lab
+from tplab.widgets.paper.frame import MAX_STEPS
 from tplab.widgets.paper.letters import about_width
 from tplab.widgets.paper.pen import text_width
 from tplab.widgets.paper.wire import unpack
 from tplab.widgets.schedule.facts import BUBBLE, BUBBLE_OF_EQUAL, PEAK, facts
-from tplab.widgets.schedule.payload import MAX_STEPS, moments
+from tplab.widgets.schedule.still import moments
 from tplab.widgets.schedule.workbench import LIMITS
 
 FITTING = {"ranks": 4, "microbatches": 8}

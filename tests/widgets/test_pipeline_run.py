@@ -20,9 +20,9 @@ from tplab.widgets import animate, timeline
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, mix, token
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.score import still_lanes, words
+from tplab.widgets.score import still, words
 from tplab.widgets.score.layout import columns, layout
-from tplab.widgets.score.legends import of_animation, of_timeline
+from tplab.widgets.score.payload import of_animation, of_timeline
 from tplab.widgets.score.score import COMPUTE, SEND, score
 
 
@@ -107,7 +107,7 @@ def test_legends_name_the_actions_that_ran(name: str):
 
 def test_both_of_a_pair_are_drawn(monkeypatch: pytest.MonkeyPatch):
     drawn = []
-    monkeypatch.setattr(still_lanes, "draw_action", lambda pen, kind, name, *_: drawn.append(("FBIW"[kind], name)))
+    monkeypatch.setattr(still, "draw_action", lambda pen, kind, name, *_: drawn.append(("FBIW"[kind], name)))
     trace = simulate(dualpipe(2, 4), Costs()).trace
     timeline(trace).picture()
     ops = [name for event in trace.select(kind="compute").events for name in event.op.split("+")]

@@ -16,7 +16,7 @@ from tplab.sharding import join, shard_slices, split
 from tplab.widgets import shards
 from tplab.widgets.paper.palette import PAPER
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.tensors.layout import drawing, index_text, ranks_text
+from tplab.widgets.tensors.picture import drawing, index_text, ranks_text
 from tplab.widgets.tensors.product import Tensor, product
 
 MESHES = [Mesh(tp=1), Mesh(tp=2), Mesh(tp=3), Mesh(dp=2, tp=2), Mesh(dp=2, tp=3), Mesh(a=2, b=2, c=2)]

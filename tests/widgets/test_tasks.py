@@ -12,8 +12,8 @@ from tplab.forecast import Forecast, Plan, forecast
 from tplab.schedules import RULES, Costs, simulate
 from tplab.units import plain
 from tplab.widgets import layout_lab, pipeline_lab
+from tplab.widgets.layouts.candidates import SIZES
 from tplab.widgets.layouts.tasks import TASKS as LAYOUTS
-from tplab.widgets.layouts.workbench import SIZES
 from tplab.widgets.layouts.workbench import Workbench as Layouts
 from tplab.widgets.paper.task import Claim, Task, at_least, at_most, below
 from tplab.widgets.schedule.tasks import TASKS as PIPELINES

@@ -16,7 +16,7 @@ from tplab.sequence import LAYOUTS, AttentionMask, TokenLayout, load
 from tplab.trace.trace import Trace
 from tplab.widgets import tiles, to_html
 from tplab.widgets.attention.panels import Panel, times_of
-from tplab.widgets.paper.dark import darkened
+from tplab.widgets.paper.apng import darkened
 from tplab.widgets.paper.palette import PAPER, hue, mix
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.paper.wire import unpack

@@ -15,7 +15,7 @@ from tplab.widgets import timeline
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.wire import unpack
 from tplab.widgets.score.score import score
-from tplab.widgets.score.still_lanes import Lanes
+from tplab.widgets.score.still import Lanes
 
 BY = "a blog, 2 H100s"
 

@@ -29,8 +29,9 @@ from tplab.schedules import (
 )
 from tplab.trace import Recorder
 from tplab.widgets import timeline
+from tplab.widgets.paper.frame import MAX_STEPS
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.schedule.overlay import MAX_STEPS, about, facts, now, overlay, say
+from tplab.widgets.schedule.overlay import about, facts, now, overlay, say
 from tplab.widgets.schedule.still_overlay import picture
 
 COSTS = Costs(1.0, 1.0, 0.5, transfer=0.25)

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.case import Case
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.forward import of_forward
 from tplab.checking.gaps import gap
 from tplab.checking.gradients import Holder, Wrong, grouped, judge_gradient
-from tplab.checking.hypotheses import hypotheses
+from tplab.checking.hypotheses import Hypotheses
 from tplab.checking.same_model import Finding, named
 from tplab.checking.seen_samples import shared
 from tplab.checking.sends import adds_up, mixing, partitions
@@ -36,14 +35,14 @@ def loss_and_gradients(facts: Facts) -> Found:
     groups = grouped(wrong)
     for group in groups:
         is_all = len(groups) == 1 and len(group) == len(wrong) and len(wrong) >= 0.9 * total
-        yield _finding(Case(facts, group, is_all))
+        yield _finding(Hypotheses(facts, group, is_all))
     told = {one.name for group in groups for one in group}
     if rest := [one.name for one in wrong if one.name not in told]:
         facts.suspects.update(rest)
         yield facts.row("gradient", None, f"those of {named(rest)} are wrong too, which may follow from this")
 
 
-def _finding(case: Case) -> Finding:
+def _finding(case: Hypotheses) -> Finding:
     """Return the observed fault with everything that may be its cause."""
     facts, first = case.facts, case.first
     kind, factor, where = first.kind, first.factor, case.where
@@ -53,7 +52,7 @@ def _finding(case: Case) -> Finding:
         name = next((name for name in facts.ours[0].buffers if "running" in name), case.names[0])
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
-        return facts.fault("buffers", words, at, names=[name], lines=lines, hypotheses=hypotheses(case))
+        return facts.fault("buffers", words, at, names=[name], lines=lines, hypotheses=case.hypotheses)
     times, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
     factor = 1.0 if factor is None else factor
     is_loss = is_scaled and case.is_all and times is not None and abs(times - factor) < 5e-3 * abs(factor)
@@ -64,7 +63,7 @@ def _finding(case: Case) -> Finding:
         words = facts.sizes.words(factor) if is_loss else f"{times} times the reference's"
         where = case.backward if is_loss else facts.line_of_value() or case.backward
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
-        tried = [*([] if is_loss else (*shared(facts), *of_forward(facts, where))), *hypotheses(case)]
+        tried = [*([] if is_loss else (*shared(facts), *of_forward(facts, where))), *case.hypotheses]
         values = f"{mean:.6g}", f"{want:.6g}"
         return facts.fault("loss", words, where, factor=factor, values=values, lines=lines, hypotheses=tried)
     if is_scaled:
@@ -82,7 +81,7 @@ def _finding(case: Case) -> Finding:
     tried = [*of_forward(facts, facts.line_of_value())] if is_odd else []
     return facts.fault(
         "gradient", words, where, names=case.names, factor=first.factor, values=values, ranks=ranks, lines=case.lines,
-        hypotheses=[*hypotheses(case), *tried],
+        hypotheses=[*case.hypotheses, *tried],
     )  # fmt: skip
 
 

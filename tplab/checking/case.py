@@ -16,24 +16,42 @@ class Case:
     """Gradients that share a fault.
 
     is_all     whether every gradient has the fault
+    others     the parameters whose gradients do not have it
     reduction  the line at which they are added up over ranks, or ""
     where      the line to name if nothing better is known
+    batches    how many microbatches a step has
+    made       each line that computed the number on which `backward` is called, the last one first, and its factor if
+               it only multiplies by a number; `numbers` are those with a factor, that of the backward pass last
+    made_last  the line of the last operation before that of the backward pass, in which a library may compute more
+    made_first the line of the operation that reduced many numbers to one. Both are the line of the backward pass if
+               nothing else was seen
     """
 
     def __init__(self, facts: Facts, group: Sequence[Wrong], is_all: bool):
         self.facts, self.first, self.is_all = facts, group[0], is_all
-        self.names = [one.name for one in group]
+        self.kind, self.names = group[0].kind, [one.name for one in group]
+        self.others = [name for name in facts.reference.order if name not in self.names]
         self.backward, self.step = facts.line("backward"), facts.line("step")
         reduction = lines_of_reduction(facts, self.names)
         self.reduction = reduction[0] if reduction else ""
         self.where = self.reduction or self.backward
         self.lines = [*reduction, self.backward, facts.line("scale"), self.step]
-        self.made = Makers(facts)
+        self.batches = max(len(step.parts) for step in facts.mine)
+        self.made = next((step.made for step in facts.mine if step.made), [])
+        before = [line for line, _ in self.made if line != self.backward] or [self.backward]
+        self.made_last, self.made_first = before[0], before[-1]
+        known = [(line, by) for line, by in self.made if by is not None]
+        self.numbers = sorted(known, key=lambda at: at[0] == self.backward)
 
-    @property
-    def batches(self) -> int:
-        """How many microbatches a step has."""
-        return max(len(step.parts) for step in self.facts.mine)
+    def scaling(self, factor: float) -> str:
+        """Return the line that computes the loss and multiplies by this factor; "" if there is none."""
+        lines = [line for line, times in self.numbers if near(times, factor)]
+        return lines[0] if lines else ""
+
+    def is_of_both(self, line: str) -> bool:
+        """Return whether a line multiplies the loss by the same number in the reference."""
+        theirs = {made for step in self.facts.theirs for made in step.made}
+        return bool(line) and all(made in theirs for made in self.made if made[0] == line)
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -78,11 +96,6 @@ class Case:
         return mine == {"sum"} and others == {"mean"}
 
     @property
-    def others(self) -> list[str]:
-        """All parameters whose gradients do not have the fault."""
-        return [name for name in self.facts.reference.order if name not in self.names]
-
-    @property
     def is_split(self) -> bool:
         """Whether ranks hold different parts of any of them."""
         return any(len(self.facts.groups(name)) > 1 for name in self.names)
@@ -94,36 +107,3 @@ class Case:
         are_copies = not self.is_split and all(len(held[name]) > 1 for name in self.names)
         others = [held[name] for name in self.others]
         return are_copies and all(len(ranks) == 1 for ranks in others) and len(set().union(*others)) > 1
-
-
-class Makers:
-    """The lines that computed the number on which `backward` is called. If none was seen, or one line does everything,
-    this is the line of the backward pass.
-
-    made    each line, and its factor if it only multiplies by a number; the last one first
-    last    the line of the last operation before that of the backward pass, in which a library may compute more
-    first   the line of the operation that reduced many numbers to one
-    """
-
-    def __init__(self, facts: Facts):
-        self.backward = facts.line("backward")
-        self.made = next((step.made for step in facts.mine if step.made), [])
-        self._theirs = {made for step in facts.theirs for made in step.made}
-        others = [line for line, _ in self.made if line != self.backward]
-        self.last = others[0] if others else self.backward
-        self.first = others[-1] if others else self.backward
-
-    @property
-    def numbers(self) -> list[tuple[str, float]]:
-        """The lines that multiply by a number, with the number; the line of the backward pass comes last."""
-        known = [(line, by) for line, by in self.made if by is not None]
-        return sorted(known, key=lambda at: at[0] == self.backward)
-
-    def is_of_both(self, line: str) -> bool:
-        """Whether the line multiplies by the same number in the reference."""
-        return bool(line) and all(made in self._theirs for made in self.made if made[0] == line)
-
-    def scaling(self, factor: float) -> str:
-        """The line that multiplies by this factor; "" if there is none."""
-        lines = [line for line, times in self.made if times is not None and near(times, factor)]
-        return next((line for line in lines if line != self.backward), lines[0] if lines else "")

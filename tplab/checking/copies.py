@@ -101,28 +101,26 @@ def _of_step(seen: Sequence[Seen], copies: Copies, number: int) -> Finding | Non
     values = [value for value, _, _ in norms.values()]
     apart = _apart([step.parameters for step in steps], copies)
     gradients = _apart([step.gradients for step in steps], copies)
-    what: What = "parameters"
     if not apart:
         return None
+    what: What = "parameters"
+    cause = "gradients and norms are the same, and ranks step differently: look at their optimizers' states"
+    where, link = lines.get("step", ""), ""
     if gradients:
         what, apart, where = "gradient", gradients, lines.get("backward", "")
         cause, link = _of_gradients(seen, steps, next(iter(gradients.values()))[0])
     elif values and np.ptp(values) > 1e-4 * max(values):
         cause = "each rank clips by a norm of its own: add up the squares over ranks before the root"
+        where = next(iter(norms.values()))[1]
         return Finding(
-            "norm", "", number, "not the same on all ranks", where=next(iter(norms.values()))[1], cause=cause,
-            thread=thread("norm"), got=", ".join(f"{value:.6g}" for value in values), want="one norm",
+            "norm", "", number, "not the same on all ranks", where=where, cause=cause, thread=thread("norm"),
+            got=", ".join(f"{value:.6g}" for value in values), want="one norm",
         )  # fmt: skip
-    else:
-        cause = "gradients and norms are the same, and ranks step differently: look at their optimizers' states"
-        where, link = lines.get("step", ""), ""
-    names = list(apart)
-    group, got, want = apart[names[0]]
+    name, *others = apart
+    group, got, want = apart[name]
     words = f"not the same on ranks {', '.join(map(str, group))}, which hold copies"
-    return Finding(
-        what, names[0], number, words, None, where, cause, link, got, want, (), tuple(names[1:]),
-        tuple(dict.fromkeys(line for line in (where, lines.get("backward", ""), lines.get("step", "")) if line)),
-    )  # fmt: skip
+    also = tuple(dict.fromkeys(filter(None, (where, lines.get("backward"), lines.get("step")))))
+    return Finding(what, name, number, words, None, where, cause, link, got, want, (), tuple(others), also)
 
 
 def _of_gradients(seen: Sequence[Seen], steps: Sequence[Step], ranks: Sequence[int]) -> tuple[str, str]:

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from tplab.checking.blame import loss_and_gradients
 from tplab.checking.facts import Facts, Found, NothingToTell, same
-from tplab.checking.finite import finite
 from tplab.checking.logged import log
 from tplab.checking.norms import norm
 from tplab.checking.recording import Seen
 from tplab.checking.reference import TIMES, Reference
-from tplab.checking.same_model import Finding, Row, SameModel, What, named, of_idle
+from tplab.checking.same_model import NOT_FINITE, TITLES, Finding, Row, SameModel, What, named, of_idle, titled
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import dropout, samples, targets
 from tplab.checking.starts import weights
@@ -66,22 +67,14 @@ class Diagnosis:
         self.rows: list[Row] = []
         self.findings: list[Finding] = []
 
-    def ask(self) -> None:
-        """Raise NeedsWeights or NeedsSamples if the reference must run again with those of the ranks."""
-        try:
-            if any(finite(self.facts)) or any(isinstance(one, Finding) for one in weights(self.facts, may_ask=True)):
-                return
-            if not self.handed:
-                list(samples(self.facts, may_ask=True))
-        except NothingToTell:
-            pass
-
-    def report(self) -> SameModel:
+    def report(self, may_ask: bool = False) -> SameModel:
+        """Return the report. With `may_ask`, raise NeedsWeights or NeedsSamples if the reference must run again with
+        those of the ranks."""
         seen = [*self.facts.ours, *self.facts.reference.seen]
         count, reason = min(one.num_steps for one in seen), ""
         try:
             for self.facts.number in range(count):
-                self._compare_step()
+                self._compare_step(may_ask and not self.facts.number)
                 if self.findings:
                     break
             else:
@@ -127,18 +120,18 @@ class Diagnosis:
             "seed and cut it"
         )
 
-    def _compare_step(self) -> None:
+    def _compare_step(self, may_ask: bool) -> None:
         for compare in (skipped, finite):
             if not self.findings:
                 self._collect(compare(self.facts))
         if self.facts.number == 0 and not self.findings:
-            self._collect(weights(self.facts, may_ask=False))
+            self._collect(weights(self.facts, may_ask))
         if self.findings:
             self._follows("samples")
         elif self.handed:
             self.rows.append(self.facts.row("samples", None, "the reference was given those that the ranks drew"))
         else:
-            self._collect(samples(self.facts, may_ask=False))
+            self._collect(samples(self.facts, may_ask))
         for what, comparisons in _AFTER.items():
             for compare in comparisons:
                 if self.findings:
@@ -175,6 +168,57 @@ class Diagnosis:
                 "summation and another last digit of weights and samples"
             )
         return text
+
+
+# --- numbers that are not finite are compared first, because NaN propagates -------------------------------------------
+
+_Number = tuple[What, str, np.ndarray, str]
+"""The quantity, its name, its values and its line."""
+
+
+def finite(facts: Facts) -> Found:
+    """Yield quantities that are not finite on ranks only. Raises NothingToTell if the reference's are not finite."""
+    ours = [_not_finite(seen, facts.number) for seen in facts.ours]
+    theirs = [one for seen in facts.reference.seen for one in _not_finite(seen, facts.number)]
+    for what in TITLES:  # in the order of a step
+        mine = {rank: [one for one in found if one[0] == what] for rank, found in enumerate(ours)}
+        mine = {rank: found for rank, found in mine.items() if found}
+        if here := next((one for one in theirs if one[0] == what), None):
+            also = f" and on {ranks_text(tuple(mine))}" if mine else ""
+            raise NothingToTell(
+                f"{titled(what, here[1])} in step {facts.number} is not finite ({_listed([here, *theirs])}, at "
+                f"{here[3]}) in the reference{also}: repair that first, because NaN does not equal anything"
+            )
+        if mine:
+            rank, found = next(iter(mine.items()))
+            line = found[0][3]
+            words = f"{NOT_FINITE} ({_listed(ours[rank])}); it is finite in the reference"
+            yield facts.fault(what, words, line, names=[name for _, name, _, _ in found], ranks=mine,
+                              lines=[facts.line("forward"), facts.line("backward"), facts.line("step")])  # fmt: skip
+            return
+
+
+def _not_finite(seen: Seen, number: int) -> list[_Number]:
+    """Return one rank's values that are not finite. Weights and buffers may begin so: masks hold -inf, say."""
+    step = seen.steps[number]
+    backward, end = step.lines.get("backward", ""), step.lines.get("step", "")
+    found: list[Any] = [("loss", "", np.array(value), line) for value, line in step.losses]
+    found += [("gradient", name, piece.values, backward) for name, piece in step.gradients.items()]
+    found += [("norm", "", np.array(value), line) for value, line, _ in step.norms]
+    found += [("optimizer", f"{key} of {name}", piece.values, end) for (name, key), piece in step.states.items()]
+    for what, begun in ("parameters", seen.weights), ("buffers", seen.buffers):
+        found += [(what, name, piece.values, end) for name, piece in getattr(step, what).items()
+                  if name not in begun or np.isfinite(begun[name].values).all()]  # fmt: skip
+    return [one for one in found if one[2].dtype.kind == "f" and not np.isfinite(one[2]).all()]
+
+
+def _listed(found: Sequence[_Number]) -> str:
+    """Return the kind of the first value, NaN or infinite; for an infinity, also the first quantity that has NaN."""
+    values = found[0][2]
+    if np.isnan(values).any():
+        return "NaN"
+    later = next((TITLES[one[0]] for one in found if np.isnan(one[2]).any()), "")
+    return "infinite" + (f", and then NaN in {later}" if later else "")
 
 
 # --- agreement may prove nothing: a script that shares no work agrees with itself -------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tplab.checking.case import Case
 from tplab.checking.causes import thread
@@ -15,63 +15,56 @@ from tplab.units import plain
 _ORDINALS = ("first", "second", "third")
 
 
-def of_a_factor(case: Case, factor: float) -> Iterator[Hypothesis]:
-    """Yield hypotheses, the likeliest first: a line with this very factor before one whose number may be wrong."""
-    return _Factors(case).all(factor)
+class Factors(Case):
+    """Gradients that may share a factor."""
 
+    def of_a_factor(self, factor: float) -> Iterator[Hypothesis]:
+        """Yield hypotheses, the likeliest first: a line with this very factor before one whose number may be wrong."""
+        yield from self._scaled_by_hand(factor)
+        times = self.facts.times_loss()
+        if self.is_all and times is not None and abs(times / factor - 1) < 5e-3:
+            yield from self._scaled_loss(factor)
+            return
+        of_all = self._of_all(factor)
+        for line, by in self.numbers if self.is_all else ():
+            if near(by, factor):
+                yield _factor(line, by, 1.0, *of_all)
+        yield from self._scaled_backward(factor)
+        yield from self._scaled_sums(factor)
+        if not self.is_all:
+            yield from self._scaled_some(factor)
+            return
+        if self._is_of_batches(factor):
+            yield _loss(factor, self.made_last, *of_all)
+        yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
+        for sent in self.reductions if factor < 1 else ():
+            words = f"multiplication by {plain(1 / factor)} after {sent.where}"
+            yield Hypothesis(Repair("scale", words, sent.where, by=1 / factor), _AVERAGED, sent.where)
+        if not self.reduction and not self.is_split and self.facts.sizes.named(factor):
+            yield _loss(factor, self.made_last, *of_all)
 
-class _Factors:
-    def __init__(self, case: Case):
-        self.case, self.facts, self.names = case, case.facts, case.names
-
-    def all(self, factor: float) -> Iterator[Hypothesis]:
-        facts, case = self.facts, self.case
-        theirs = {at for step in facts.theirs for at in step.scaled}
-        for line, by in facts.scaled:
-            of_loss = case.made.scaling(factor) if case.is_all else ""
-            if near(by, factor) and (not of_loss or ((line, by) not in theirs and case.made.is_of_both(of_loss))):
-                cause = (
-                    "the script itself multiplies the gradients by this number between the backward pass and the "
-                    "step, and they were right before that"
-                )
-                yield self._factor(line, by, 1.0, cause, "loss")
-            if (line, by) in theirs and near(by * factor, 1) and not near(factor, self.case.batches):
+    def _scaled_by_hand(self, factor: float) -> Iterator[Hypothesis]:
+        """Yield lines at which the script itself multiplies the gradients, before the step."""
+        theirs = {at for step in self.facts.theirs for at in step.scaled}
+        of_loss = self.scaling(factor) if self.is_all else ""
+        when = "between the backward pass and the step"
+        for line, by in self.facts.scaled:
+            if near(by, factor) and (not of_loss or ((line, by) not in theirs and self.is_of_both(of_loss))):
+                cause = f"the script itself multiplies the gradients by this number {when}, and they were right before"
+                yield _factor(line, by, 1.0, cause)
+            if (line, by) in theirs and near(by * factor, 1) and not near(factor, self.batches):
                 cause = (
                     "the script divides the gradients by this number on one rank too, where there is nothing to "
                     "average, so the reference's are too small: divide by the number of ranks that are added up"
                 )
                 words = f"no multiplication by {plain(by)} at {line} on one rank"
-                repair = Repair("factor", words, line, was=by, of_reference=True)
-                yield Hypothesis(repair, cause, line)
-            if case.is_all and (line, by) not in theirs and self._is_of_other_ranks(by, by / factor):
+                yield Hypothesis(Repair("factor", words, line, was=by, of_reference=True), cause, line)
+            if self.is_all and (line, by) not in theirs and self._is_of_other_ranks(by, by / factor):
                 cause = (
-                    "the script itself multiplies the gradients by a number of ranks between the backward pass and the "
-                    f"step, and not by that of the {len(facts.copies)} ranks, or groups of ranks, that saw samples of "
-                    "their own"
+                    f"the script itself multiplies the gradients by a number of ranks {when}, and not by that of the "
+                    f"{len(self.facts.copies)} ranks, or groups of ranks, that saw samples of their own"
                 )
-                yield self._factor(line, by, by / factor, cause, "loss")
-        times = facts.times_loss()
-        if case.is_all and times is not None and abs(times / factor - 1) < 5e-3:
-            yield from self._scaled_loss(factor)
-            return
-        for line, by in case.made.numbers if case.is_all else ():
-            if near(by, factor):
-                yield self._factor(line, by, 1.0, *self._of_all(factor))
-        yield from self._scaled_backward(factor)
-        yield from self._scaled_sums(factor)
-        if case.is_all and self._is_of_batches(factor):
-            cause, key = self._of_all(factor)
-            yield self._loss(1 / factor, cause, case.made.last, key)
-        if case.is_all:
-            yield from self._numbers_of_loss(factor, _OF_COUNTS[factor > 1])
-            for sent in self.case.reductions if factor < 1 else ():
-                words = f"multiplication by {plain(1 / factor)} after {sent.where}"
-                yield Hypothesis(Repair("mean", words, sent.where, by=factor), _AVERAGED, sent.where)
-            if not case.reduction and not case.is_split and facts.sizes.named(factor):
-                cause, key = self._of_all(factor)
-                yield self._loss(1 / factor, cause, case.made.last, key)
-        else:
-            yield from self._scaled_some(factor)
+                yield _factor(line, by, by / factor, cause)
 
     def _is_of_other_ranks(self, has: float, wants: float) -> bool:
         """Return whether `has` is a number of ranks, or its inverse, and `wants` is that of the ranks that saw
@@ -82,119 +75,109 @@ class _Factors:
         return is_one and bool(self.facts.sizes.named(has))
 
     def _is_of_batches(self, factor: float) -> bool:
-        return self.case.batches > 1 and near(factor * self.case.batches, 1)
+        return self.batches > 1 and near(factor * self.batches, 1)
 
     def _of_all(self, factor: float) -> tuple[str, str]:
         """Return the cause of a factor that all gradients share, and the key of its thread."""
-        may_be_of_ranks = bool(self.case.reductions) and near(factor * self.facts.num_ranks, 1)
+        may_be_of_ranks = bool(self.reductions) and near(factor * self.facts.num_ranks, 1)
         if self._is_of_batches(factor) and not may_be_of_ranks:
-            cause = f"the loss of each of {self.case.batches} microbatches is divided by their number twice: once by "
+            cause = f"the loss of each of {self.batches} microbatches is divided by their number twice: once by "
             return f"{cause}the script, and once more by what accumulates or scales the gradients", "microbatches"
-        return _FACTOR_OF_ALL[factor > 1], "loss"
+        less = "gradients are averaged over ranks, and divided by their number once more"
+        return _ADDED_UP if factor > 1 else less, "loss"
 
     def _scaled_loss(self, factor: float) -> Iterator[Hypothesis]:
         """Yield hypotheses for a loss that is the same multiple of the reference's."""
-        facts, case = self.facts, self.case
+        facts = self.facts
+        of_ranks = _OF_RANKS[factor > 1]
         if (line := line_of_loss(facts)) and factor > 1:
             words = f"the mean in place of the sum at {line}"
-            cause = (
-                _OF_RANKS[True] if case.reductions else "the losses of ranks are added up, where their mean is meant"
-            )
-            yield Hypothesis(Repair("mean", words, line, by=factor), cause, line, thread("loss"))
+            cause = of_ranks if self.reductions else "the losses of ranks are added up, where their mean is meant"
+            yield Hypothesis(Repair("scale", words, line, by=1 / factor), cause, line, thread("loss"))
+        if not self.reductions:  # nothing sums or averages gradients
+            of_ranks = "the loss is multiplied by a number that is not the reference's"
         batches, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
         is_more = batches > theirs > 1 and near(factor, batches / theirs)  # so do the reference's microbatches
         of_batches = is_more or (batches > 1 and any(near(factor, x) for x in (batches, 1 / batches, 1 / batches**2)))
-        is_divided = bool(case.made.scaling(1 / batches))
-        causes = [*_causes_of_batches(factor, batches, theirs)] if of_batches else []
+        is_divided = bool(self.scaling(1 / batches))
+        causes = [_of_batches(factor, batches, theirs)] * of_batches
         if not of_batches or (not is_more and near(factor, facts.num_ranks) and is_divided):
-            causes.append(self._of_ranks(factor))
+            causes.append(of_ranks)
         elif near(factor, 1 / facts.num_ranks) and not is_divided:
-            causes = [self._of_ranks(factor)]
+            causes = [of_ranks]
         cause = "; or ".join(causes)
-        for line, by in case.made.numbers:
+        for line, by in self.numbers:
             if near(by, factor):
-                yield self._factor(line, by, 1.0, cause, "loss")
+                yield _factor(line, by, 1.0, cause)
         if of_batches and factor > 1:
-            yield self._loss(1 / factor, cause, case.backward, "loss")
+            yield _loss(factor, self.backward, cause)
         yield from self._numbers_of_loss(factor, cause)
         if facts.sizes.named(factor):
-            yield self._loss(1 / factor, cause, case.made.scaling(factor) or case.made.last, "loss")
-
-    def _of_ranks(self, factor: float) -> str:
-        """Return a cause. It mentions ranks only if they sum or average gradients."""
-        other = "the loss is multiplied by a number that is not the reference's"
-        return _OF_RANKS[factor > 1] if self.case.reductions else other
+            yield _loss(factor, self.scaling(factor) or self.made_last, cause)
 
     def _numbers_of_loss(self, factor: float, cause: str) -> Iterator[Hypothesis]:
         """Yield lines whose number may be off by the factor, such as a count of one rank's targets."""
-        if not self.facts.sizes.named(factor):
-            return
-        for line, by in self.case.made.numbers:
-            if not any(near(by, x) for x in (factor, 1.0, self.case.batches, 1 / self.case.batches)):
-                yield self._factor(line, by, by / factor, cause, "loss")
+        for line, by in self.numbers if self.facts.sizes.named(factor) else ():
+            if not any(near(by, x) for x in (factor, 1.0, self.batches, 1 / self.batches)):
+                yield _factor(line, by, by / factor, cause)
 
     def _scaled_sums(self, factor: float) -> Iterator[Hypothesis]:
         """Yield collectives that reduce these gradients, or anything in the backward pass."""
-        facts, case = self.facts, self.case
-        others = {sent.reduction for sent in given_to(facts, case.others)}
-        for sent in self.case.reductions:
+        for sent in self.reductions:
             if sent.reduction == "sum" and near(factor, len(sent.ranks)):
-                are_parts = case.is_all and len(case.reductions) == 1 and len(facts.copies) == facts.num_ranks
+                are_parts = self.is_all and len(self.reductions) == 1 and len(self.facts.copies) == self.facts.num_ranks
                 cause = _ADDED_UP if sent.moment == "reduction" or sent.on or are_parts else _SUMMED_TWICE
-                if not case.is_all and others == {"mean"}:
+                if not self.is_all and self.ways_of(self.others) == {"mean"}:
                     cause = _SOME_ADDED_UP
-                names = () if case.is_all or not sent.on else self.case.own_names
-                repair = Repair("mean", f"the mean in place of the sum at {sent.where}", sent.where, names)
+                names = () if self.is_all or not sent.on else self.own_names
+                words = f"the mean in place of the sum at {sent.where}"
+                repair = Repair("scale", words, sent.where, names, by=1 / len(sent.ranks))
                 yield Hypothesis(repair, cause, sent.where, thread("loss"))
             if sent.reduction == "mean" and near(factor * len(sent.ranks), 1):
                 words = f"the sum in place of the mean at {sent.where}"
-                yield Hypothesis(Repair("sum", words, sent.where, by=factor), _AVERAGED, sent.where)
+                yield Hypothesis(Repair("scale", words, sent.where, by=1 / factor), _AVERAGED, sent.where)
 
     def _scaled_backward(self, factor: float) -> Iterator[Hypothesis]:
         """Yield operations whose backward pass may multiply."""
-        if self.case.is_all and not self.case.is_split:
+        if self.is_all and not self.is_split:
             return
-        line = self.case.in_backward
+        line, some = self.in_backward, "" if self.is_all else "only some parameters have this factor: "
         sent_back = [sent for sent in self.facts.sent("backward") if sent.reduction == "sum" and not sent.on]
         sums = [sent for sent in sent_back if near(factor, len(sent.ranks)) and sent.size > 1]
         lines = sorted(dict.fromkeys(sent.where for sent in sums), key=lambda at: at != line)
         for at in lines if factor > 1 else ():
             count = len([sent for sent in self.facts.mine[0].sent if sent.moment == "backward" and sent.where == at])
-            each = max(count // self.case.batches, 1)
+            each = max(count // self.batches, 1)
             for turn in range(min(each, len(_ORDINALS))):
                 of = "sum" if each == 1 else f"{_ORDINALS[turn]} of {each} sums"
                 words = f"the {of} over ranks in the backward pass of {at} is left out"
                 repair = Repair("skip", words, at, was=turn, times=each)
-                yield Hypothesis(repair, f"{self._some}{_SUMMED_TWICE}", line or at, thread("backward"))
+                yield Hypothesis(repair, f"{some}{_SUMMED_TWICE}", line or at, thread("backward"))
         if line:
             words = f"{plain(1 / factor)} times the gradient that comes back from {line}"
-            repair = Repair("dual", words, line, by=1 / factor)
-            cause = f"{self._some}the gradient that comes back from this line in the backward pass is "
-            yield Hypothesis(repair, f"{cause}{plain(factor)} times the right one", line)
+            cause = f"{some}the gradient that comes back from this line in the backward pass is {plain(factor)} times "
+            yield Hypothesis(Repair("dual", words, line, by=1 / factor), f"{cause}the right one", line)
 
     def _scaled_some(self, factor: float) -> Iterator[Hypothesis]:
         """Yield causes of a factor that other gradients do not have and no visible line explains. A reference on
         several ranks may itself be wrong, and a run in which the two agree would not show which one is."""
-        facts, case = self.facts, self.case
+        facts = self.facts
         if len(facts.theirs) > 1:
             return
         shared = {name for seen in facts.ours for pair in seen.shared.items() for name in pair}
-        repair = self.case.combined(
-            "", (), 1 / factor, f"the gradients of {named(self.names)} times {plain(1 / factor)}"
-        )
+        repair = self.combined("", (), 1 / factor, f"the gradients of {named(self.names)} times {plain(1 / factor)}")
         if near(factor, 2) and shared.issuperset(self.names):
             cause = "the parameter is used in two places, and its gradient is added up once for each of them"
-            yield Hypothesis(repair, cause, case.where, thread("twice"))
-        if case.is_added_up or (
-            near(factor, facts.num_ranks) and case.reduction in {sent.where for sent in facts.sent("reduction")
-                                                                if sent.reduction == "sum"} and not case.is_split
-        ):  # fmt: skip
-            yield Hypothesis(repair, _SOME_ADDED_UP, case.reduction, thread("loss"))
+            yield Hypothesis(repair, cause, self.where, thread("twice"))
+        sums = [sent.where for sent in facts.sent("reduction") if sent.reduction == "sum"]
+        is_added_up = self.ways_of(self.names) == {"sum"} and self.ways_of(self.others) == {"mean"}
+        if is_added_up or (near(factor, facts.num_ranks) and self.reduction in sums and not self.is_split):
+            yield Hypothesis(repair, _SOME_ADDED_UP, self.reduction, thread("loss"))
         held = {name: {rank for rank, _, _ in facts.holders(name)} for name in self.names}
         some_hold = all(0 < len(ranks) < facts.num_ranks for ranks in held.values())
         sent = [sent for sent in facts.sent("forward", "between") if sent.op == "all_to_all"]
-        are_stacked = not case.reduction and all(len(facts.groups(name)) > 1 for name in self.names)
-        are_stacked = are_stacked and bool(given_to(facts, case.others)) and len(facts.copies) == facts.num_ranks
+        are_stacked = not self.reduction and all(len(facts.groups(name)) > 1 for name in self.names)
+        are_stacked = are_stacked and bool(self.ways_of(self.others)) and len(facts.copies) == facts.num_ranks
         are_sent = any(some_hold or (are_stacked and near(factor, len(one.ranks))) for one in sent)
         if (are_sent or any("expert" in name for name in self.names)) and facts.sizes.named(factor):
             cause = (
@@ -202,21 +185,32 @@ class _Factors:
                 "ranks that the other gradients are averaged over, and add it up only over ranks that hold a copy of "
                 "the expert"
             )
-            yield Hypothesis(repair, cause, case.left_out or case.where, thread("experts"))
+            yield Hypothesis(repair, cause, self.left_out or self.where, thread("experts"))
 
-    @property
-    def _some(self) -> str:
-        return "" if self.case.is_all else "only some parameters have this factor: "
+    def ways_of(self, names: Sequence[str]) -> set[str]:
+        """Return how collectives reduce these gradients: "sum", "mean"."""
+        return {sent.reduction for sent in given_to(self.facts, names)}
 
-    def _factor(self, line: str, was: float, by: float, cause: str, key: str) -> Hypothesis:
-        words = f"no multiplication by {plain(was)} at {line}"
-        if by != 1:
-            words = f"multiplication by {plain(by)} in place of {plain(was)} at {line}"
-        return Hypothesis(Repair("factor", words, line, was=was, by=by), cause, line, thread(key))
 
-    def _loss(self, by: float, cause: str, where: str, key: str) -> Hypothesis:
-        words = f"{plain(by)} times the loss where the backward pass begins"
-        return Hypothesis(Repair("loss", words, by=by), cause, where, thread(key))
+def _loss(factor: float, where: str, cause: str, key: str = "loss") -> Hypothesis:
+    """Return the hypothesis that the whole loss has this factor."""
+    words = f"{plain(1 / factor)} times the loss where the backward pass begins"
+    return Hypothesis(Repair("loss", words, by=1 / factor), cause, where, thread(key))
+
+
+def _factor(line: str, was: float, by: float, cause: str, key: str = "loss") -> Hypothesis:
+    """Return the hypothesis that a line multiplies by a number that should be another one."""
+    words = f"no multiplication by {plain(was)} at {line}"
+    if by != 1:
+        words = f"multiplication by {plain(by)} in place of {plain(was)} at {line}"
+    return Hypothesis(Repair("factor", words, line, was=was, by=by), cause, line, thread(key))
+
+
+def _of_batches(factor: float, batches: int, theirs: int) -> str:
+    if factor < 1:
+        return f"the loss of each of {batches} microbatches is divided by their number twice: divide it only once"
+    of = f" ({theirs} in the reference)" if theirs > 1 else ""
+    return f"the loss of each of {batches} accumulated microbatches{of} counts in full: divide it by their number"
 
 
 _ADDED_UP = (
@@ -231,7 +225,6 @@ _AVERAGED = (
     "gradients are averaged over ranks, but they must be added up: either they are already divided by a number of "
     "ranks, or each rank's gradient is only a part of the whole, for example because a gather passes no gradient back"
 )
-_FACTOR_OF_ALL = {True: _ADDED_UP, False: "gradients are averaged over ranks, and divided by their number once more"}
 _OF_COUNTS = {
     True: "the loss is divided by a number that is too small, such as a count of one rank's samples or tokens, where "
     "the count over all ranks is meant",
@@ -249,11 +242,3 @@ _SUMMED_TWICE = (
     "gradients are already whole. If every rank uses the result of an all_gather in the same way, its backward pass is "
     "a cut, and the backward pass of a sum is a copy: neither adds anything up"
 )
-
-
-def _causes_of_batches(factor: float, batches: int, theirs: int) -> Iterator[str]:
-    if factor < 1:
-        yield f"the loss of each of {batches} microbatches is divided by their number twice: divide it only once"
-    else:
-        of = f" ({theirs} in the reference)" if theirs > 1 else ""
-        yield f"the loss of each of {batches} accumulated microbatches{of} counts in full: divide it by their number"

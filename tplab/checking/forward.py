@@ -37,24 +37,11 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _by_another_number(trails, op)
         yield from _of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
-    yield from _of_other_limits(facts, trails)
     yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
     yield from _of_targets(facts, trails)
-    for at in dict.fromkeys([line, *trails.wrong_sums]):
+    limits, sums = trails.suspects
+    for at in dict.fromkeys([*limits, line, *sums]):
         yield from _in_its_place(facts, trails, at, is_first=at == line)
-
-
-def _of_other_limits(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
-    """Yield comparisons with another number than the reference's, such as an expert's capacity for tokens."""
-    for op, limit, values in trails.other_limits():
-        was = plain(op.compares or 0.0)
-        cause = (
-            f"this line compares with {was}, and in the reference with {plain(limit)}: the number comes from what a "
-            "rank has, as the capacity of an expert that is computed from the rank's own tokens, where that of all is "
-            "meant. What is compared, such as a token's place among all that chose the expert, must be of all, too"
-        )
-        words = f"the reference's comparison with {plain(limit)} in place of that with {was} at {op.line}"
-        yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, op.line)
 
 
 def _of_other_parts(facts: Facts, line: str, used: Collection[str]) -> Iterator[Hypothesis]:
@@ -209,7 +196,7 @@ def _in_its_place(
                         times=facts.number)  # fmt: skip
         wrong = f"{words}{_too_much(facts, trails, values)}"
         inputs = "the inputs of this line are right and its result is wrong"
-        inputs = inputs if is_first else "what this line combines over ranks is wrong"
+        inputs = inputs if is_first else "what this line computes is wrong"
         cause = f"in the forward pass, {inputs}: {wrong}"
         yield Hypothesis(repair, cause, line)
 

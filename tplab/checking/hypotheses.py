@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tplab.checking.case import Case
 from tplab.checking.causes import thread
-from tplab.checking.factors import of_a_factor
+from tplab.checking.factors import Factors
 from tplab.checking.forward import in_order
 from tplab.checking.gaps import largest
 from tplab.checking.recording import Seen
@@ -23,27 +22,25 @@ from tplab.checking.sends import adds_up, given_to, line_of_buckets, listed, mix
 from tplab.units import plain, ranks_text
 
 
-def hypotheses(case: Case) -> list[Hypothesis]:
-    """Return hypotheses, the likeliest first."""
-    known = dict[str, Hypothesis]()
-    for one in _Hypotheses(case).all():
-        known.setdefault(f"{one.repair.kind} {one.repair.words}", one)
-    return list(known.values())
+class Hypotheses(Factors):
+    """Gradients that share a fault, and what may be its cause."""
 
+    @property
+    def hypotheses(self) -> list[Hypothesis]:
+        """The hypotheses, the likeliest first."""
+        known = dict[str, Hypothesis]()
+        for one in self._all():
+            known.setdefault(f"{one.repair.kind} {one.repair.words}", one)
+        return list(known.values())
 
-class _Hypotheses:
-    def __init__(self, case: Case):
-        self.case, self.facts, self.names = case, case.facts, case.names
-        self.kind = case.first.kind
-
-    def all(self) -> Iterator[Hypothesis]:
+    def _all(self) -> Iterator[Hypothesis]:
         yield from in_order(self.facts, forward=False)
         yield from self._cut_off()
         yield from self._batch_norm()
         yield from self._clipped()
         yield from self._mixed()
-        if self.kind == "scaled" and self.case.first.factor:
-            yield from of_a_factor(self.case, self.case.first.factor)
+        if self.kind == "scaled" and self.first.factor:
+            yield from self.of_a_factor(self.first.factor)
         if self.kind == "microbatches":
             yield from self._dropped()
         if self.kind == "again":
@@ -54,7 +51,7 @@ class _Hypotheses:
         yield from self._tied()
         if self.kind == "means" or self._has_unequal_counts():
             yield from self._means()
-        if self.case.first.needed:
+        if self.first.needed:
             yield self._weighted()
         if self.kind != "scaled":
             yield from self._other_groups()
@@ -64,8 +61,8 @@ class _Hypotheses:
 
     def _not_added_up(self) -> Iterator[Hypothesis]:
         """Yield missing reductions: the reference's gradient is the sum, or the mean, of the ranks'."""
-        facts, case = self.facts, self.case
-        line = "" if case.is_all or case.left_out else case.in_backward
+        facts = self.facts
+        line = "" if self.is_all or self.left_out else self.in_backward
         lines = [(line, "")] * bool(line) + [(at, "function") for at in (facts.trails.unsummed if facts.trails else ())]
         together = sorted(partitions(facts), key=lambda way: not self._are_copies(way))
         lines[1:1] = [(line, "copies")] * bool(line)
@@ -73,18 +70,18 @@ class _Hypotheses:
             alike = " of what ranks have alike there" * (of == "copies")
             words = f"a sum over {over(self.facts, way)} in the backward pass of {line}{alike}"
             cause, _, key = self._cause_of_parts(way)
-            repair = Repair("dual", words, line, self.case.own_names, way, of)
+            repair = Repair("dual", words, line, self.own_names, way, of)
             yield Hypothesis(repair, cause if self.kind == "own" else _NO_DUAL, line, thread(key))
         for way in partitions(facts):
             for combine in ("sum", "mean"):
                 if not self._is_right(way, combine):
                     continue
                 cause, where, key = self._cause_of_parts(way)
-                if combine == "mean" and not case.is_all and "Megatron" in cause:
+                if combine == "mean" and not self.is_all and "Megatron" in cause:
                     cause, key = f"the gradients of {named(self.names)} are not averaged over ranks", ""
                 of = f"{over(self.facts, way)} of the gradients of {named(self.names)}"
                 words = f"the {combine} over {of}, before the step"
-                yield Hypothesis(self.case.combined(combine, way, 1.0, words), cause, where, thread(key))
+                yield Hypothesis(self.combined(combine, way, 1.0, words), cause, where, thread(key))
 
     def _are_copies(self, way: Groups) -> bool:
         """Return whether ranks of one group saw the same samples."""
@@ -92,29 +89,28 @@ class _Hypotheses:
 
     def _cause_of_parts(self, way: Groups) -> tuple[str, str, str]:
         """Return the cause, the line and the thread."""
-        case = self.case
-        if case.is_all and (over := self._over_copies()):
+        if self.is_all and (over := self._over_copies()):
             cause = (
                 f"this collective is over {ranks_text(over)}, which saw the same samples: the gradients of ranks that "
                 "saw different samples are not averaged. Use the group, or the axis, whose ranks divide the samples"
             )
-            return cause, case.reduction, "backward"
-        if case.is_all:
+            return cause, self.reduction, "backward"
+        if self.is_all:
             cause = (
                 "ranks that hold copies take the step with different gradients, each with its own part: nothing "
                 "averages them, or only those of some microbatches are averaged. Average them before the optimizer's "
                 "step, or let DistributedDataParallel synchronise at the last microbatch"
             )
             return cause, self._unsynchronised(), "backward"
-        if case.is_on_several_stages:
+        if self.is_on_several_stages:
             cause = (
                 f"several stages hold {named(self.names)}, as with a tied embedding, and each has only the gradient "
                 "of its own use. After the backward pass, add up the gradients of these copies over the ranks that "
                 "hold them"
             )
-            return cause, case.step, "tied"
+            return cause, self.step, "tied"
         if line := self._of_the_others():
-            of_many = next(iter(given_to(self.facts, case.others)), None) is None
+            of_many = next(iter(given_to(self.facts, self.others)), None) is None
             cause = (
                 f"the gradients of {named(self.names)} are not averaged over ranks: each rank has those of its own "
                 "samples. The gradients of other parameters are added up at this line"
@@ -128,7 +124,7 @@ class _Hypotheses:
             "backward pass is an all_reduce (Megatron's f). If a parameter is applied to only a part of the tokens, "
             "its gradient must be summed over ranks"
         )
-        return cause, case.in_backward or case.left_out or case.backward, "backward"
+        return cause, self.in_backward or self.left_out or self.backward, "backward"
 
     def _is_right(self, way: Groups, combine: str) -> bool:
         """Return whether combining the gradients this way gives the reference's in the step that was seen."""
@@ -138,25 +134,23 @@ class _Hypotheses:
 
     def _over_copies(self) -> tuple[int, ...]:
         """Return the ranks of the collective that reduces the gradients if all saw the same samples, else ()."""
-        sent = [sent.ranks for sent in self.facts.sent("reduction", "backward") if sent.where == self.case.reduction]
+        sent = [sent.ranks for sent in self.facts.sent("reduction", "backward") if sent.where == self.reduction]
         is_within = bool(sent) and all(any(set(ranks) <= set(group) for group in self.facts.copies) for ranks in sent)
         return sent[0] if is_within and len(sent[0]) > 1 else ()
 
     def _of_the_others(self) -> str:
         """Return the line that reduces the other gradients, if every rank saw its own samples; or ""."""
-        if self.case.left_out or self.case.reduction or any(len(group) > 1 for group in self.facts.copies):
+        if self.left_out or self.reduction or any(len(group) > 1 for group in self.facts.copies):
             return ""
-        given = [sent.where for sent in given_to(self.facts, self.case.others)]
-        return given[-1] if given else line_of_buckets(self.facts, self.case.others)
+        given = [sent.where for sent in given_to(self.facts, self.others)]
+        return given[-1] if given else line_of_buckets(self.facts, self.others)
 
     def _unsynchronised(self) -> str:
         """Return the line that calls the module inside DistributedDataParallel directly, so that nothing is sent."""
         is_past = (
-            self.facts.line_of_script("wrapped")
-            and not self.case.reduction
-            and not self.facts.sent("backward", "reduction")
+            self.facts.line_of_script("wrapped") and not self.reduction and not self.facts.sent("backward", "reduction")
         )
-        return self.case.not_synchronised or (is_past and self.facts.line("call")) or self.case.where
+        return self.not_synchronised or (is_past and self.facts.line("call")) or self.where
 
     def _mixed(self) -> Iterator[Hypothesis]:
         """Yield a collective that adds up gradients of different parts."""
@@ -172,14 +166,14 @@ class _Hypotheses:
 
     def _other_groups(self) -> Iterator[Hypothesis]:
         """Yield a collective of these gradients whose group may be wrong."""
-        if self.case.reduction and self.case.reduction != mixing(self.facts, self.names):
+        if self.reduction and self.reduction != mixing(self.facts, self.names):
             cause = (
                 "the sum over ranks leaves out some ranks, or includes too many: its group is not that of the ranks "
                 "that hold copies and saw different samples"
             )
-            if self.case.is_all and self._over_copies():
+            if self.is_all and self._over_copies():
                 cause = self._cause_of_parts(())[0]
-            yield from self._in_place_of(self.case.reduction, cause, "")
+            yield from self._in_place_of(self.reduction, cause, "")
 
     def _in_place_of(self, line: str, cause: str, where: str) -> Iterator[Hypothesis]:
         undone = float(np.prod([*dict(self.facts.scaled).values()])) or 1.0
@@ -189,7 +183,7 @@ class _Hypotheses:
             for combine, by in dict.fromkeys(itertools.product(("mean", "sum"), (1 / undone, 1.0))):
                 times = f", times {plain(by)}," if by != 1 else ""
                 words = f"the {combine} over {listed(way)}{times} in place of the collective at {line}"
-                repair = self.case.combined(combine, way, by, words, line)
+                repair = self.combined(combine, way, by, words, line)
                 over = {sent.ranks for sent in self.facts.sent("reduction", "backward") if sent.where == line}
                 told = self._scaled_unlike() if over == {*way} else (cause, where, thread("experts"))
                 yield Hypothesis(repair, *told)
@@ -212,11 +206,11 @@ class _Hypotheses:
         return cause, "", ""
 
     def _tied(self) -> Iterator[Hypothesis]:
-        if self.case.is_on_several_stages and self.kind != "scaled":
+        if self.is_on_several_stages and self.kind != "scaled":
             cause, where, key = self._cause_of_parts(())
             groups = tuple({tuple(sorted({rank for rank, _, _ in self.facts.holders(name)})) for name in self.names})
             words = f"the sum over the ranks that hold {named(self.names)} of their gradients, before the step"
-            yield Hypothesis(self.case.combined("sum", groups, 1.0, words), cause, where, thread(key))
+            yield Hypothesis(self.combined("sum", groups, 1.0, words), cause, where, thread(key))
 
     # --- microbatches and targets ------------------------------------------------------------------------------------
 
@@ -236,7 +230,7 @@ class _Hypotheses:
         facts = self.facts
         ours, theirs = (max(len(step.losses) for step in steps) for steps in (facts.mine, facts.theirs))
         terms = next((dict.fromkeys(step.terms) for step in facts.mine if step.terms and self.kind == "other"), ())
-        added = sorted({len(sent.ranks) for sent in self.case.reductions if sent.reduction == "sum"})
+        added = sorted({len(sent.ranks) for sent in self.reductions if sent.reduction == "sum"})
         counts = [(ours, theirs)] * (ours != theirs) + [(size, 0) for size in added]
         for (count, other), (line, by) in itertools.product(counts, terms):
             of, also = (
@@ -253,10 +247,10 @@ class _Hypotheses:
             "what was added up over ranks after one microbatch is added up again after the next: reduce once, after "
             "the last one"
         )
-        for sent in self.case.reductions:
+        for sent in self.reductions:
             calls = sum(other.where == sent.where for other in self.facts.mine[0].sent)
             words = f"the collective at {sent.where} runs only after the last microbatch"
-            repair = Repair("last", words, sent.where, times=calls - calls // self.case.batches)
+            repair = Repair("last", words, sent.where, times=calls - calls // self.batches)
             yield Hypothesis(repair, cause, sent.where, thread("microbatches"))
 
     def _has_unequal_counts(self) -> bool:
@@ -266,23 +260,19 @@ class _Hypotheses:
     def _means(self) -> Iterator[Hypothesis]:
         """Yield repairs that weight each loss by its number of targets."""
         facts = self.facts
+        where, of = self.made_first, ""
         counts = [sum(count for _, count, _ in step.targets) for step in facts.mine]
-        of = f" (here the ranks have {', '.join(map(str, counts))})" if len(set(counts)) > 1 else ""
+        if self.kind == "other" and any(len(step.targets) > 1 for step in facts.theirs):
+            where = next((line for step in facts.mine for _, _, line in step.targets), "") or where
+            counts, theirs = ([count for step in steps for _, count, _ in step.targets]
+                              for steps in (facts.mine, facts.theirs))  # fmt: skip
+            of = f"; in the reference {', '.join(map(str, theirs))}"
+        of = f" (here {', '.join(map(str, counts))}{of})" if len(set(counts)) > 1 else ""
         cause = (
             f"this is a mean of means: the loss of each rank or microbatch is the mean over its own targets{of}, and "
-            "all of these means count the same. Divide the sum of all losses by the number of all targets"
+            "all of these means count the same, so the result depends on which samples are together. Divide the sum of "
+            "all losses by the number of all targets"
         )
-        where = self.case.made.first
-        if self.kind == "other" and any(len(step.targets) > 1 for step in facts.theirs):
-            ours, theirs = ([count for step in steps for _, count, _ in step.targets]
-                            for steps in (facts.mine, facts.theirs))  # fmt: skip
-            cause = (
-                "this is a mean of means: the loss of each microbatch is the mean over its own targets (here "
-                f"{', '.join(map(str, ours))}; in the reference {', '.join(map(str, theirs))}), and all of these means "
-                "count the same, so the result depends on which samples share a microbatch. Divide the sum of all "
-                "losses by the number of all targets"
-            )
-            where = next((line for step in facts.mine for _, _, line in step.targets), "") or where
         ways: dict[str, Callable[[int, int], int]] = {
             "": lambda rank, batch: 0,
             " relative to the other microbatches of its rank": lambda rank, batch: rank,
@@ -297,14 +287,14 @@ class _Hypotheses:
 
     def _weighted(self) -> Hypothesis:
         """Return the hypothesis that each part is right and only its weight is wrong."""
-        values = {(rank, self.facts.number, batch): by for (rank, batch), by in self.case.first.needed}
+        values = {(rank, self.facts.number, batch): by for (rank, batch), by in self.first.needed}
         words = f"the loss of each rank and microbatch times {', '.join(plain(by) for by in values.values())}"
         cause = (
             "what each rank's microbatch has computed is right, and only how much it counts is not: look for a number "
             "of its own that divides its loss or gradients, such as a count of targets, a sum of weights or a padded "
             "length, where one for the whole batch is meant"
         )
-        return Hypothesis(Repair("loss", words, values=values), cause, self.case.made.first)
+        return Hypothesis(Repair("loss", words, values=values), cause, self.made_first)
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
@@ -336,7 +326,7 @@ class _Hypotheses:
             if self.kind == "own":
                 cause = self._cause_of_parts(())[0]
             words = f"gradients are synchronised after each microbatch, whatever {line} says"
-            yield Hypothesis(Repair("sync", words, line), cause, self.case.not_synchronised or line,
+            yield Hypothesis(Repair("sync", words, line), cause, self.not_synchronised or line,
                              thread("microbatches"))  # fmt: skip
 
     def _cut_off(self) -> Iterator[Hypothesis]:

@@ -40,29 +40,20 @@ def log(facts: Facts) -> Found:
             "same, but the loss where the backward pass begins, and the loss that is logged, are sums. Average it"
         )
         where = line_of_loss(facts) or backward
-        repair = Repair("mean", f"the mean in place of the sum at {where}", where)
+        repair = Repair("scale", f"the mean in place of the sum at {where}", where, by=1 / max(round(factor), 1))
         yield facts.fault("loss", facts.words_of(factor), where, factor=factor, values=values,
                           lines=[backward, got.where],
                           hypotheses=[Hypothesis(repair, cause, where, thread("loss"))])  # fmt: skip
         return
+    words, seen = facts.words_of(factor), "training is the same, but what is logged is not"
+    cause = (
+        f"{seen}: it is of one rank's own samples, a sum over ranks that is divided by what one rank has, or a mean of "
+        "the means of batches or ranks that are not equally large. Add up sums and counts over ranks, then divide"
+    )
     if _is_own(facts, wrong[0]) and not is_named:
         words, factor = f"rank {rank}'s own", None
         cause = f"rank {rank} has logged what it computed from its own samples: average it over ranks first"
         proof = f"rank {rank} computed this number from its own samples"
-    elif is_named and factor is not None and factor > 1:
-        words = facts.words_of(factor)
-        cause = (
-            "training is the same, but what is logged is not: it is a sum over ranks that is divided by what one rank "
-            "has, or is not divided at all. Divide it by the sum of the counts of all ranks"
-        )
-    else:
-        words = facts.words_of(factor)
-        cause = (
-            "training is the same, but what is logged is not: it is computed from one rank's own samples, or it is a "
-            "mean of the means of batches or ranks that are not equally large. Add up sums and counts over ranks, then "
-            "divide"
-        )
-    seen = "training is the same, but what is logged is not"
     yield facts.fault(
         what, words, got.where, names=[got.label], factor=factor, cause=cause if proof else "",
         thread=thread("log") if proof else "", values=values, ranks=[rank], proof=proof, seen=seen,

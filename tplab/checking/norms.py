@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -104,19 +104,20 @@ def _wrong(
     )  # fmt: skip
 
 
-_ALL = (
-    "squares are added up over ranks that hold copies, which then count several times: count one copy of each",
-    "copies in norm",
-)
-_OWN = "each rank takes the norm of only what it holds: add up the squares over ranks before you take the root", "norm"
+_CAUSES = {
+    "": ("", ""),
+    "all": (
+        "squares are added up over ranks that hold copies, which then count several times: count one copy of each",
+        "copies in norm",
+    ),
+    "own": (
+        "each rank takes the norm of only what it holds: add up the squares over ranks before you take the root",
+        "norm",
+    ),
+}
 
-
-class _Way(NamedTuple):
-    """A way to count the squares of some gradients. squares: the sum on a rank; words: what is wrong with this way"""
-
-    squares: Callable[[int], float]
-    words: str = ""
-    key: str = "norm"
+_Ways = dict[str, Sequence[int] | None]
+"""Ways to count the squares of some gradients, by what is wrong with them: of which ranks; None for the rank's own."""
 
 
 def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tuple[str, str]:
@@ -125,15 +126,16 @@ def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tu
     alike: dict[Any, list[str]] = {}
     for name in names:
         alike.setdefault(tuple(map(tuple, facts.groups(name).values())), []).append(name)
-    ways = [list(_ways(facts, groups, some, len(alike) == 1)) for groups, some in alike.items() if groups]
+    kinds = [(_squares(facts, some), _ways(facts, groups, some, len(alike) == 1))
+             for groups, some in alike.items() if groups]  # fmt: skip
     causes = dict[str, str]()
-    for wrong in {way.words: way for several in ways for way in several}.values():
-        likewise = [[way for way in several if way.words in ("", wrong.words)] for several in ways]
-        for chosen in product(*likewise) if len(ways) <= _MOST_KINDS else [[several[-1] for several in likewise]]:
-            if _is_norm(got, lambda rank, chosen=chosen: sum(way.squares(rank) for way in chosen)):
-                causes[wrong.words] = wrong.key
+    for wrong in {words for _, ways in kinds for words in ways}:
+        likewise = [[(own, ways[one]) for one in ("", wrong) if one in ways] for own, ways in kinds]
+        for chosen in product(*likewise) if len(kinds) <= _MOST_KINDS else [[several[-1] for several in likewise]]:
+            if _is_norm(got, lambda rank, chosen=chosen: sum(_counts(own, ways, rank) for own, ways in chosen)):
+                causes.update([_CAUSES.get(wrong, (wrong, "norm"))])
+    own = _squares(facts, names)
     if not causes:
-        own = {rank: sum(float(x.sum()) for x in _squares(facts, rank, names)) for rank in range(facts.num_ranks)}
         for ranks in _every_nth(facts.num_ranks):
             if _is_norm(got, lambda _, ranks=ranks: sum(own[rank] for rank in ranks)):
                 words = f"only the squares on {ranks_text(ranks)} are counted: count each part once, on one of the "
@@ -145,8 +147,9 @@ def _counted(facts: Facts, got: Mapping[int, float], names: Sequence[str]) -> tu
                 causes[words] = "norm"
     if len(causes) == 1 and "" not in causes:
         return next(iter(causes.items()))
-    right = sum(several[0].squares(0) for several in ways)
-    return _NOT_THE_NORM, "copies in norm" if sum(v * v for v in got.values()) > len(got) * right else "norm"
+    right = sum(squares[rank] for squares, ways in kinds for rank in ways[""] or ())
+    words = "this is not the norm of the whole gradient: parts are missing, or copies count several times"
+    return words, "copies in norm" if sum(v * v for v in got.values()) > len(got) * right else "norm"
 
 
 _MOST_KINDS = 6
@@ -158,32 +161,33 @@ def _is_norm(got: Mapping[int, float], squares: Callable[[int], float]) -> bool:
     return all(abs(squares(rank) ** 0.5 - value) <= 1e-4 * value for rank, value in got.items())
 
 
-_NOT_THE_NORM = "this is not the norm of the whole gradient: parts are missing, or copies count several times"
+def _counts(own: Mapping[int, float], ranks: Sequence[int] | None, rank: int) -> float:
+    return sum(own[one] for one in ((rank,) if ranks is None else ranks))
 
 
-def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], are_all: bool) -> Iterator[_Way]:
-    """Yield ways to count the squares, the right one first. are_all: whether `names` are all parameters"""
-    held = {rank: list(_squares(facts, rank, names)) for rank in range(facts.num_ranks)}
-    own = {rank: sum(float(x.sum()) for x in squares) for rank, squares in held.items()}
+def _ways(facts: Facts, groups: Sequence[Sequence[int]], names: Sequence[str], are_all: bool) -> _Ways:
+    """Return ways to count the squares, the right one first. are_all: whether `names` are all parameters"""
     firsts, those = [group[0] for group in groups], "all gradients" if are_all else named(names)
-    yield _Way(lambda _: sum(own[rank] for rank in firsts))
+    found: _Ways = {"": firsts}
     if any(len(group) > 1 for group in groups):
-        yield _Way(lambda _: sum(own.values()), *_ALL)
+        found["all"] = range(facts.num_ranks)
     if len(groups) > 1 or len(groups[0]) < facts.num_ranks:
-        yield _Way(lambda rank: own[rank], *_OWN)
-    if len(groups) > 1:
-        parts = f"add up the squares of {those} over the ranks that hold other parts"
-        for one in firsts:
-            yield _Way(lambda _, one=one: own[one], f"of {those}, only the part of rank {one} is counted: {parts}")
+        found["own"] = None
+    parts = f"add up the squares of {those} over the ranks that hold other parts"
+    for one in firsts if len(groups) > 1 else ():
+        found[f"of {those}, only the part of rank {one} is counted: {parts}"] = [one]
     if not are_all:
-        yield _Way(lambda _: 0.0, f"the norm leaves out {those}")
+        found[f"the norm leaves out {those}"] = ()
+    return found
 
 
-def _squares(facts: Facts, rank: int, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """Yield the squares of a rank's gradients of these parameters, elementwise."""
-    for at, mine, _ in (one for name in names for one in facts.holders(name)):
-        if at == rank and (piece := facts.mine[rank].gradients.get(mine)) is not None:
-            yield piece.values.astype(np.float64) ** 2
+def _squares(facts: Facts, names: Sequence[str]) -> dict[int, float]:
+    """Return the sum of the squares of each rank's gradients of these parameters."""
+    found = dict.fromkeys(range(facts.num_ranks), 0.0)
+    for rank, mine, _ in (one for name in names for one in facts.holders(name)):
+        if (piece := facts.mine[rank].gradients.get(mine)) is not None:
+            found[rank] += float((piece.values.astype(np.float64) ** 2).sum())
+    return found
 
 
 def _every_nth(count: int) -> Iterator[range]:
@@ -205,7 +209,7 @@ def _repairs(facts: Facts, line: str) -> Iterator[Repair]:
     for at in dict.fromkeys(differ):
         numbers = {number: dict(step.scaled).get(at) for number, step in enumerate(steps)}
         words = f"the number by which the reference multiplies gradients at {at}"
-        yield Repair("numbers", words, at, values=numbers)
+        yield Repair("factor", words, at, values=numbers)
 
 
 def _scales(facts: Facts) -> tuple[float | None, dict[int, float]]:

@@ -260,13 +260,8 @@ def _nearest(candidates: Sequence[Place], seen: Seen, name: str, gradients: Mapp
 
 def _turn(rank: int, ours: Sequence[Seen], name: str) -> int:
     """Return which of the distinct values of a tensor a rank has, in the order of ranks."""
-    values = [seen.weights[name].values for seen in ours if name in seen.weights]
-    distinct: list[np.ndarray] = []
-    for x in values:
-        if not any(x is other for other in distinct):
-            distinct.append(x)
-    mine = ours[rank].weights[name].values
-    return next(turn for turn, x in enumerate(distinct) if x is mine)
+    distinct = dict.fromkeys(id(seen.weights[name].values) for seen in ours if name in seen.weights)
+    return [*distinct].index(id(ours[rank].weights[name].values))
 
 
 def _learn(renamed: dict[str, str], name: str, other: str) -> None:

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tplab.checking.addend import Addend
-from tplab.checking.comparison import Answer, Comparison
+from tplab.checking.comparison import Addend, Answer, Comparison
 from tplab.checking.gaps import largest
 from tplab.checking.observed import axis_sets, observed
 from tplab.checking.report import ParallelReport, Row, folded, in_backward_order, where_it_begins

@@ -14,8 +14,8 @@ MOST_TRIED = 8
 MOST_FAULTS = 3
 
 Kind = Literal[
-    "mean", "sum", "skip", "wait", "last", "order",  # of the collective at `line`
-    "factor", "numbers", "keep", "late", "sync", "dual", "through", "cast", "seed",  # of another operation at `line`
+    "scale", "skip", "wait", "last", "order",  # of the collective at `line`
+    "factor", "keep", "late", "sync", "dual", "through", "cast", "seed",  # of another operation at `line`
     "loss", "norm", "gradients", "samples", "targets",
     "weights", "settings", "states", "parameters", "buffers", "statistics", "put", "whole", "gather",
 ]  # fmt: skip
@@ -28,13 +28,13 @@ Groups = tuple[tuple[int, ...], ...]
 class Repair:
     """One change of every rank's run.
 
-    kind      "mean", "sum": the collective at `line` reduces this way. "skip": of `times` collectives in the backward
-              pass there, number `was` is left out. "wait": the collective is waited for at once. "last": its first
+    kind      "scale": the result of the collective at `line` is multiplied by `by`. "skip": of `times` collectives in
+              the backward pass there, number `was` is left out. "wait": it is waited for at once. "last": its first
               `times` calls in a step are left out. "order": it takes elements in the program's order, not in memory's
-              "factor": `line` multiplies by `by` instead of `was`. "numbers": `line` multiplies gradients by
-              `values[step]`. "keep": `line` does not clear gradients. "late": `line` changes gradients only after they
-              are averaged. "sync": gradients are always synchronised, in spite of `line`. "dual": gradients that come
-              back from `line` are added up over `groups`, times `by`; with `combine` "function", only from autograd
+              "factor": `line` multiplies by `by` instead of `was`, or by `values[step]`. "keep": `line` does not clear
+              gradients. "late": `line` changes gradients only after they are averaged. "sync": gradients are always
+              synchronised, in spite of `line`. "dual": gradients that come back from `line` are added up over `groups`,
+              times `by`; with `combine` "function", only from autograd
               functions of the script; with "copies", only where an operation turns equal inputs of the ranks into
               different results. "through": the collective at `line` passes gradients back. "cast": the results of the
               function in `names` at `line` are `combine`d over `groups`, and gradients of the result are added up over

@@ -6,9 +6,8 @@ wrong, too; if only a parameter's own gradient is wrong, no other is affected.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -44,22 +43,24 @@ class Row:
 
     @classmethod
     def of(cls, kind: str, name: str, shape: Sequence[int], layout: Any, verdict: Verdict) -> Row:
-        found = verdict._replace(ok=bool(verdict.ok), error=float(verdict.error), tolerance=float(verdict.tolerance))
-        return cls(kind, name, tuple(shape), str(layout), **found._asdict())
+        return cls(kind, name, tuple(shape), str(layout), **verdict._asdict())
 
     @property
     def title(self) -> str:
         """The tensor in words: gradient of norm.weight."""
-        return _BEFORE_NAME.get(self.kind, "") + self.name
+        return _KINDS[self.kind][0] + self.name
 
 
-_BEFORE_NAME = {
-    "value": "value of ",
-    "activation": "output of ",
-    "gradient": "gradient of ",
-    "parameter": "after the step: ",
-    "dropout": "dropout: ",
+_KINDS = {
+    "value": ("value of ", "value", "values"),
+    "output": ("", "output", "outputs"),
+    "activation": ("output of ", "module's output", "modules' outputs"),
+    "loss": ("", "loss", "losses"),
+    "gradient": ("gradient of ", "gradient", "gradients"),
+    "parameter": ("after the step: ", "parameter after the step", "parameters after the step"),
+    "dropout": ("dropout: ", "dropout", "dropouts"),
 }
+"""What comes before a name in a title; and the kind's noun, of one and of many."""
 
 
 class ParallelReport:
@@ -137,17 +138,6 @@ class ParallelReport:
         body = "".join(parts)
         return f"<details{shown}><summary>{escape(self.summary())}</summary>{notes}{body}</details>"
 
-    def to_json(self) -> str:
-        """Return the whole report as text for `from_json`: one rank compares and sends it to the others."""
-        return json.dumps({"rows": [asdict(row) for row in self.rows], "mesh": self.mesh, "notes": self.notes})
-
-    @classmethod
-    def from_json(cls, text: str) -> ParallelReport:
-        """Return the report that `to_json` wrote."""
-        told = json.loads(text)
-        rows = [Row(**{**row, "shape": tuple(row["shape"]), "axes": tuple(row["axes"])}) for row in told["rows"]]
-        return cls(rows, mesh=told["mesh"], notes=told["notes"])
-
 
 def perturbed(names: Sequence[str]) -> str:
     """Return the note about parameters that were constant and therefore got other values for the check."""
@@ -156,21 +146,10 @@ def perturbed(names: Sequence[str]) -> str:
     return f"{len(names)} parameters, such as {names[0]}, were constant, so the check gave them random values"
 
 
-_ONE_AND_MANY = {
-    "value": ("value", "values"),
-    "output": ("output", "outputs"),
-    "activation": ("module's output", "modules' outputs"),
-    "loss": ("loss", "losses"),
-    "gradient": ("gradient", "gradients"),
-    "parameter": ("parameter after the step", "parameters after the step"),
-    "dropout": ("dropout", "dropouts"),
-}
-
-
 def _counted(rows: Sequence[Row]) -> str:
     """2 outputs, 1 loss, 12 gradients"""
-    counts = {kind: sum(row.kind == kind for row in rows) for kind in _ONE_AND_MANY}
-    return ", ".join(f"{n} {_ONE_AND_MANY[kind][n > 1]}" for kind, n in counts.items() if n) or "nothing"
+    counts = {kind: sum(row.kind == kind for row in rows) for kind in _KINDS}
+    return ", ".join(f"{n} {_KINDS[kind][1 + (n > 1)]}" for kind, n in counts.items() if n) or "nothing"
 
 
 def _loss_gap(rows: Sequence[Row]) -> str:

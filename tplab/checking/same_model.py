@@ -100,15 +100,26 @@ class Finding:
         return self.text_of_factor.startswith(NOT_FINITE)
 
     def __str__(self) -> str:
-        lines = [f"step {self.step}: {self.title}: {self.text_of_factor}"]
-        lines += [f"at {self.where}"] * bool(self.where)
-        lines += [f"also see {', '.join(others)}"] if (others := [at for at in self.lines if at != self.where]) else []
-        lines += [f"found {self.got}; expected {self.want}"] * bool(self.got)
-        lines += [self.cause] * bool(self.cause)
-        lines += [f"proof: {self.proof}"] * bool(self.proof)
-        lines += [self.untold] * (not self.proof and (bool(self.tried) or not self.cause))
-        lines += [f"others have met this: {self.thread}"] * bool(self.thread)
-        return "\n".join(lines[:1] + [_indented(line) for line in lines[1:]])
+        """The fault, and below it all that is known, each on a line."""
+        return "\n".join([self.headline, *(_indented(before + text) for before, _, text in self.known)])
+
+    @property
+    def headline(self) -> str:
+        return f"step {self.step}: {self.title}: {self.text_of_factor}"
+
+    @property
+    def known(self) -> list[tuple[str, str, str]]:
+        """All that is known: as text, what comes before it; in a table, its label; and the words."""
+        rows = [
+            ("at ", "line", self.where),
+            ("also see ", "also see", ", ".join(line for line in self.lines if line != self.where)),
+            ("", "found", f"found {self.got}; expected {self.want}" if self.got else ""),
+            ("", "cause", self.cause),
+            ("proof: ", "proof", self.proof),
+            ("", "cause", self.untold if not self.proof and (self.tried or not self.cause) else ""),
+            ("others have met this: ", "others have met this", self.thread),
+        ]
+        return [row for row in rows if row[2]]
 
 
 TITLES: dict[What, str] = {
@@ -305,23 +316,15 @@ def _many(what: What, count: int) -> str:
 
 def _html_of(finding: Finding) -> str:
     """Return a fault, expanded."""
-    pairs = [
-        ("line", finding.where),
-        ("also see", ", ".join(line for line in finding.lines if line != finding.where)),
-        ("found", finding.got),
-        ("expected", finding.want),
-        ("also wrong in", named(finding.others)),
-        ("cause", finding.cause),
-        ("proof", finding.proof),
-        ("cause", finding.untold if not finding.proof and (finding.tried or not finding.cause) else ""),
-    ]
+    rows = [*finding.known, ("", "also wrong in", named(finding.others))]
     cells = "".join(
-        f"<tr><th>{name}</th><td style='text-align: left'>{escape(text)}</td></tr>" for name, text in pairs if text
+        f"<tr><th>{label}</th><td style='text-align: left'>{_linked(text)}</td></tr>" for _, label, text in rows if text
     )
-    link = f"<a href='{escape(finding.thread)}'>{escape(finding.thread)}</a>" if finding.thread else ""
-    met = f"<tr><th>others have met this</th><td style='text-align: left'>{link}</td></tr>" * bool(link)
-    title = escape(f"step {finding.step}: {finding.title}: {finding.text_of_factor}")
-    return f"<details open><summary>{title}</summary><table>{cells}{met}</table></details>"
+    return f"<details open><summary>{escape(finding.headline)}</summary><table>{cells}</table></details>"
+
+
+def _linked(text: str) -> str:
+    return f"<a href='{escape(text)}'>{escape(text)}</a>" if text.startswith("https://") else escape(text)
 
 
 def _html_row(row: Row) -> str:

@@ -9,8 +9,7 @@ import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, NothingToTell, same
-from tplab.checking.masks import FEWEST, Drawn, are_pieces, compared
-from tplab.checking.recording import Step
+from tplab.checking.recording import FEWEST, Drawn, Step, are_pieces, compared
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Row
 from tplab.checking.samples import Samples, advice, compare_samples, on_several, samplers_by_rank, seeds_by_rank
@@ -57,41 +56,40 @@ def samples(facts: Facts, may_ask: bool) -> Found:
             f"({found.words}): compare with a number of samples that the ranks can share equally, with drop_last=True, "
             "or with fewer --steps"
         )
-    if ranks := _one_model(facts):
-        words = f"ranks {', '.join(map(str, ranks))} share a model and see different samples"
-        yield facts.fault("samples", words, line, factor=found.factor, ranks=ranks, lines=[forward],
-                          hypotheses=shared(facts))  # fmt: skip
+    words, where, cause, ranks = found.words, line, _CAUSES.get(found.kind, ""), found.ranks
+    if those := _one_model(facts):
+        words, cause, ranks = f"ranks {', '.join(map(str, those))} share a model and see different samples", "", those
     elif shuffles := samplers_by_rank(facts.ours):
-        numbers, line = shuffles
+        numbers, where = shuffles
         listed = ", ".join(map(str, numbers))
         words = f"samplers shuffle by the seeds {listed}, so the ranks' samples are not parts of one order"
-        hypotheses = _dealt(facts, _ways(facts), _CAUSES["orders"], line)
-        yield facts.fault("samples", words, line, lines=[forward], hypotheses=hypotheses)
-    elif found.kind in _CAUSES:
-        hypotheses = _dealt(facts, _ways(facts), _CAUSES[found.kind], line)
-        yield facts.fault("samples", found.words, line, factor=found.factor, ranks=found.ranks, lines=[forward],
-                          hypotheses=hypotheses)  # fmt: skip
+        cause, ranks = _CAUSES["orders"], ()
+    elif cause:
+        pass
     elif alike := _drawn_alike(facts):
+        words, where = f"the numbers drawn at {alike} are the same on all ranks, and their samples are not", alike
         cause = (
             "ranks draw the same random numbers here, from one seed, for samples that are not the same: draw those of "
             "the whole batch and cut them, or set another seed on each rank"
         )
-        words = f"the numbers drawn at {alike} are the same on all ranks, and their samples are not"
-        yield facts.fault("samples", words, alike, lines=[line, forward],
-                          hypotheses=_dealt(facts, _ways(facts), cause, alike))  # fmt: skip
     elif (
         found.factor == 1
         and not seeds_by_rank(facts.ours)
         and (count := on_several(facts.ours, facts.reference.seen[0]))
     ):
         words = f"{count} samples are on several ranks in the steps that were seen, and none is twice in the reference"
-        hypotheses = _dealt(facts, _ways(facts), _CAUSES["orders"], line)
-        yield facts.fault("samples", words, line, lines=[forward], hypotheses=hypotheses)
+        cause = _CAUSES["orders"]
     else:
+        if facts.goes_on:
+            yield facts.fault("samples", f"{found.words}, which goes on", line, lines=[forward])
+            return
         reason = f"the two runs did not see the same samples ({found.words}); {advice(facts.ours, found)}"
         if may_ask and (seeds_by_rank(facts.ours) or _can_be_fed(facts, found) or are_drawn(facts)):
             raise NeedsSamples(reason, are_drawn(facts))
         raise NothingToTell(reason)
+    hypotheses = _dealt(facts, _ways(facts), cause, where) if cause else shared(facts)
+    yield facts.fault("samples", words, where, factor=found.factor, ranks=ranks, lines=[line, forward],
+                      hypotheses=hypotheses)  # fmt: skip
 
 
 def shared(facts: Facts) -> Iterator[Hypothesis]:

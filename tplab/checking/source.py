@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from tplab.lines import line_text
@@ -22,7 +22,6 @@ class Source:
 
     def __init__(self, places: Mapping[str, tuple[str, int]]):
         self._places = dict(places)
-        self._files: dict[str, _File] = {}
 
     def condition(self, line: str) -> str:
         """Return the `if` that decides whether the line runs: the innermost one in its function."""
@@ -38,12 +37,11 @@ class Source:
         """Return the line that decides what this line does in an iteration of its loop: it sets the input of the line's
         condition, or of its call; else the condition itself."""
         above = list(self._above(line))
-        loop, tests = self._loop(above), [node for node in above if isinstance(node, ast.If)]
+        loop, tests = self._loop(above)
         inside = [x for head in _heads(above[0]) for x in ast.walk(head)] if above else []
         chosen = [node.test for node in inside if isinstance(node, ast.IfExp)]
         given = [arg for node in inside if isinstance(node, ast.Call) for arg in node.args]
         set_to = [node.value for node in above[:1] if isinstance(node, ast.Assign)]
-        tests = [node for node in tests if loop is None or _is_in(node, loop)]
         for expression in (*chosen, *given, *set_to, *(node.test for node in tests)):
             if found := self._set_in(line, loop, expression):
                 return found
@@ -54,41 +52,34 @@ class Source:
         above = list(self._above(line))
         calls = [node for node in ast.walk(above[0]) if isinstance(node, ast.Call)] if above else []
         given = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == name]
-        return next((found for x in given if (found := self._set_in(line, self._loop(above), x))), "")
+        return next((found for x in given if (found := self._set_in(line, self._loop(above)[0], x))), "")
 
     def way_past(self, line: str) -> str:
         """Return the `continue` that skips the line in an iteration of its loop, or else the line's condition."""
         above = list(self._above(line))
-        loop = self._loop(above)
+        loop, tests = self._loop(above)
         for node in loop.body if loop is not None else ():
             if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Continue) and node.lineno < above[0].lineno:
                 return self._text(line, node.body[-1])
-        tests = [node for node in above if isinstance(node, ast.If) and loop is not None and _is_in(node, loop)]
-        return self._text(line, tests[0]) if tests else ""
+        return self._text(line, tests[0]) if tests and loop is not None else ""
 
     # --- how ---------------------------------------------------------------------------------------------------------
 
     def _text(self, line: str, node: Any) -> str:
         return line_text(self._places[line][0], node.lineno)
 
-    def _file(self, filename: str) -> _File:
-        if filename not in self._files:
-            self._files[filename] = _File(filename)
-        return self._files[filename]
-
     def _above(self, line: str) -> Iterator[ast.stmt]:
         """Yield the statement of a line and those around it in the same function, the innermost first."""
-        if line not in self._places:
-            return
-        filename, number = self._places[line]
-        for node in reversed(self._file(filename).around(number)):
+        for node in reversed(around(*self._places[line]) if line in self._places else []):
             if isinstance(node, _Own):
                 return
             yield node
 
-    def _loop(self, above: list[ast.stmt]) -> Any:
-        """Return the innermost loop around the line."""
-        return next((node for node in above[1:] if isinstance(node, ast.For | ast.While)), None)
+    def _loop(self, above: list[ast.stmt]) -> tuple[Any, list[ast.If]]:
+        """Return the innermost loop around the line, and the conditions inside it; all of them if there is none."""
+        loop = next((node for node in above[1:] if isinstance(node, ast.For | ast.While)), None)
+        inside = above if loop is None else above[: above.index(loop)]
+        return loop, [node for node in inside if isinstance(node, ast.If)]
 
     def _set_in(self, line: str, loop: Any, expression: ast.AST) -> str:
         """Return the last line of the loop before this one that sets a name of an expression."""
@@ -105,37 +96,16 @@ class Source:
 
 def returned(filename: str, line: int) -> str:
     """Return the last `return` of the function that begins at a line of a file; "" if it has none."""
-    for node in _File(filename).functions:
-        if line in (node.lineno, *(one.lineno for one in node.decorator_list)):
+    for node in ast.walk(tree_of(filename)):
+        if isinstance(node, ast.FunctionDef) and line in (node.lineno, *(one.lineno for one in node.decorator_list)):
             returns = [x for x in ast.walk(node) if isinstance(x, ast.Return)]
             return line_text(filename, returns[-1].lineno) if returns else ""
     return ""
 
 
-class _File:
-    """A file that is parsed once."""
-
-    def __init__(self, filename: str):
-        self.tree = tree_of(filename)
-
-    @cached_property
-    def functions(self) -> list[ast.FunctionDef]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)]
-
-    def around(self, number: int) -> list[ast.stmt]:
-        """Return the statements that contain the line, the outermost first."""
-        statements = (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
-        found = [node for node in statements if node.lineno <= number <= (node.end_lineno or node.lineno)]
-        return sorted(found, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
-
-
 def _heads(node: ast.AST) -> list[ast.AST]:
     """Return the expressions of a statement, without the statements inside it."""
     return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
-
-
-def _is_in(node: ast.AST, other: ast.AST) -> bool:
-    return any(node is x for x in ast.walk(other))
 
 
 # --- statements of any program ----------------------------------------------------------------------------------------
@@ -183,10 +153,14 @@ def _statements(file: str) -> dict[int, tuple[int, str]]:
     return found
 
 
+def around(file: str, line: int) -> list[ast.stmt]:
+    """Return the statements that contain a line, the outermost first."""
+    statements = (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.stmt))
+    found = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
+    return sorted(found, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
+
+
 def function_around(file: str, line: int) -> tuple[int, int] | None:
     """Return the first and the last line of the innermost function that contains a line."""
-    found = None
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
-            found = node.lineno, node.end_lineno or node.lineno
-    return found
+    functions = [node for node in around(file, line) if isinstance(node, ast.FunctionDef)]
+    return (functions[-1].lineno, functions[-1].end_lineno or 0) if functions else None

@@ -13,7 +13,7 @@ from tplab.checking.observed import factor_between
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import named
-from tplab.checking.samples import compare_samples, seeds_by_rank
+from tplab.checking.samples import seeds_by_rank
 from tplab.units import plain, ranks_text
 
 
@@ -77,6 +77,14 @@ def weights(facts: Facts, may_ask: bool) -> Found:
     elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
         words = "not the reference's, although both load weights: the ranks load nothing, or something else"
         yield facts.fault("weights", words, loaded, names=whole)
+    elif facts.goes_on and (names := [name for name, x in whole.items() if not same(x, facts.reference.weights[name])]):
+        got, want = (f"{x:.6g}" for x in farthest(whole[names[0]], facts.reference.weights[names[0]]))
+        cause = "these weights were not restored when the script was started again: save all of them, and load them"
+        repair = Repair(
+            "weights", "the weights with which the run goes on", values=facts.dealt(facts.reference.weights)
+        )
+        yield facts.fault("weights", "not those with which the run goes on", where, names=names, values=(got, want),
+                          lines=[forward], hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
     elif whole and may_ask:
         raise NeedsWeights(facts.reference.weights | whole)
     else:
@@ -157,23 +165,3 @@ def _joined(like: np.ndarray, pieces: list[tuple[np.ndarray, Place]]) -> np.ndar
         at = place.take(numbers + 1).reshape(-1)  # 0 for the padding of a last part
         whole.flat[at[at > 0] - 1] = values.reshape(-1)[at > 0]
     return whole
-
-
-def lost(facts: Facts) -> Found:
-    """Yield weights, or samples, that are not those of the run that goes on. Nothing is handed over here."""
-    forward, found = facts.line("forward"), compare_samples(facts.mine, facts.theirs)
-    try:
-        list(weights(facts, may_ask=True))
-    except NeedsWeights as needs:
-        theirs = facts.reference.weights
-        names = [name for name, x in needs.weights.items() if not same(x, theirs[name])]
-        got, want = (f"{x:.6g}" for x in farthest(needs.weights[names[0]], theirs[names[0]]))
-        words, where = "not those with which the run goes on", facts.ours[0].lines.get("weights", forward)
-        cause = "these weights were not restored when the script was started again: save all of them, and load them"
-        repair = Repair("weights", "the weights with which the run goes on", values=facts.dealt(theirs))
-        yield facts.fault("weights", words, where, names=names, values=(got, want), lines=[forward],
-                          hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
-        return
-    if found.kind in ("more", "other"):
-        words, where = f"{found.words}, which goes on", facts.line_of_data() or forward
-        yield facts.fault("samples", words, where, lines=[forward])

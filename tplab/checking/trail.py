@@ -105,10 +105,22 @@ class Trails:
         return [one for one in self._ours[0].ops if one.key[:2] == op.key[:2] and one.key in self._theirs]
 
     @property
-    def wrong_sums(self) -> list[str]:
-        """The lines of functions that send, and whose results are wrong, on the way to the loss."""
-        ops = self._ends.ops
-        return [*dict.fromkeys(ops[at].line for at in sorted(self._wrong_ones(self._ends, None)) if ops[at].sent)]
+    def suspects(self) -> tuple[list[str], list[str]]:
+        """The lines with wrong results on the way to the loss that compare with another number than the reference; and
+        those of functions that send."""
+        ops = [self._ends.ops[at] for at in sorted(self._wrong_ones(self._ends, None))]
+        return [op.line for op in ops if self._other_limit(op.key)], [op.line for op in ops if op.sent]
+
+    def _other_limit(self, key: Key) -> str:
+        """Return words for an operation that compares with another number than the reference's; "" if it does not."""
+        was, wanted = (ops[key].compares if key in ops else None for ops in (self._by_key[0], self._theirs))
+        if was is None or wanted is None or was == wanted:
+            return ""
+        return (
+            f"it compares with {plain(was)}, and in the reference with {plain(wanted)}. The number comes from what a "
+            "rank has, as the capacity of an expert that is computed from the rank's own tokens, where that of all is "
+            "meant, and what is compared with it must be of all, too"
+        )
 
     def alike(self, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return results that are equal on every rank, by words for them."""
@@ -124,7 +136,8 @@ class Trails:
         at = [op for trail in self._ours[:1] for op in trail.ops if op.line == line and op.values]
         first, *others = dict.fromkeys(op.key[1] for op in reversed(at)) or [""]
         wrong = self.first_wrong(made)
-        own = [wrong.key[1]] if wrong is not None and wrong.line == line else []
+        own = [op.key[1] for op in at if self._other_limit(op.key)]
+        own += [wrong.key[1]] if wrong is not None and wrong.line == line else []
         for name in [*dict.fromkeys([*own, first, *others])][:2]:
             keys = [op.key for op in at if op.key[1] == name and op.key in self._theirs]
             count = min((len(self._theirs[key].values) for key in keys), default=1)
@@ -137,20 +150,12 @@ class Trails:
     def _differs(self, wanted: Mapping[Key, Mapping[int, np.ndarray]]) -> str:
         """Return in words how values differ from the expected ones: on all ranks, or on the first one where they do."""
         for key, pieces in wanted.items():
+            if limit := self._other_limit(key):
+                return limit
             words = [difference(ops[key].values[0], pieces[rank]) for rank, ops in enumerate(self._by_key)]
             if first := next(filter(None, words), ""):
                 return f"it is {first}" if len({*words}) == 1 else f"on rank {words.index(first)}, it is {first}"
         return "it is another one"
-
-    def other_limits(self) -> Iterator[tuple[Op, float, dict[Key, dict[int, np.ndarray]]]]:
-        """Yield comparisons with another number than the reference's, on the way to the loss: the operation, that
-        number, and the expected results."""
-        trail = self._ends
-        for op in (trail.ops[at] for at in sorted(self._wrong_ones(trail, None))):
-            theirs = self._theirs.get(op.key)
-            if theirs is not None and None not in (op.compares, theirs.compares) and op.compares != theirs.compares:
-                for found in self._cuts([one.key for one in self._alike(op)], None):
-                    yield op, theirs.compares or 0.0, found
 
     def products_of_parts(self) -> list[str]:
         """Return the lines of matmuls of whose results each rank has only a part along both dims."""

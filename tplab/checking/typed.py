@@ -243,15 +243,18 @@ class Types:
 
     def __str__(self) -> str:
         rows = [*self._text()]
+        rows += [("gradient of " + one.name, str(Typed("", *one[1:]))) for one in self.gradients]
+        rows += [("returns", str(one)) for one in self.results]
+        count = len(self.faults)
+        faults = ["", f"{count} fault{'s' * (count > 1)}:"] if count else ["", "no faults"]
+        return self._page(f"types of {self.title}", rows, faults + [" ".join(str(one).split()) for one in self.faults])
+
+    def _page(self, title: str, rows: Sequence[tuple[str, str]], below: Sequence[str] = ()) -> str:
+        """Return rows of text and what is known about it, with sentences below."""
         width = min(max((len(text) for text, _ in rows), default=0), _MOST_WIDTH)
         lines = [f"{text:<{width}}   {one}".rstrip() for text, one in rows]
-        lines += [f"{'gradient of ' + one.name:<{width}}   {Typed('', *one[1:])}" for one in self.gradients]
-        lines += [f"{'returns':<{width}}   {one}" for one in self.results]
-        count = len(self.faults)
-        lines += ["", f"{count} fault{'s' * (count > 1)}:"] if count else ["", "no faults"]
-        lines += [fill(" ".join(str(fault).split()), 110, subsequent_indent="    ") for fault in self.faults]
-        lines += [fill(f"({self.note})", 110, subsequent_indent="    ")] if self.note else []
-        return "\n".join([f"types of {self.title}", *lines])
+        notes = [*below, f"({self.note})"] if self.note else below
+        return "\n".join([title, *lines, *(fill(note, 110, subsequent_indent="    ") for note in notes)])
 
     def as_spmd_types(self) -> str:
         """Return the program's text with the equivalent annotations of spmd_types (github.com/meta-pytorch/spmd_types):
@@ -260,10 +263,7 @@ class Types:
         A dim that several axes cut is V there, as its order is not known, and so is a mean over part of a batch.
         """
         rows = [*self._text(lambda one: one.as_spmd_types(), self._casts_at)]
-        width = min(max((len(text) for text, _ in rows), default=0), _MOST_WIDTH)
-        lines = [f"{text:<{width}}   {one}".rstrip() for text, one in rows]
-        lines += [fill(f"({self.note})", 110, subsequent_indent="    ")] if self.note else []
-        return "\n".join([f"annotations of {self.title} for spmd_types", *lines])
+        return self._page(f"annotations of {self.title} for spmd_types", rows)
 
     def _casts_at(self, file: str, number: int) -> list[str]:
         """Return the collectives of a statement as calls of spmd_types."""

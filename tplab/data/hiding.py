@@ -13,6 +13,7 @@ slower kernels hide more, and a slower network needs more tokens. A forecast ("h
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal, NamedTuple, get_args
 
 from tplab.cost import Cluster, find
@@ -92,14 +93,12 @@ def tokens_to_hide(
 
     slower   a factor on the cluster's times for sending
     """
-    few, many = 0, 1
-    while not _hidden(scheme, many, cluster, num_ranks, width, slower):
-        few, many = many, 2 * many
-    while many - few > 1:
-        middle = (few + many) // 2
-        hidden = _hidden(scheme, middle, cluster, num_ranks, width, slower)
-        few, many = (few, middle) if hidden else (middle, many)
-    return many
+
+    def is_hidden(tokens: int) -> bool:
+        computing, sending = step_seconds(scheme, tokens, cluster, num_ranks, width)
+        return computing >= slower * sending
+
+    return 1 + bisect_left(range(1, 1 << 40), True, key=is_hidden)
 
 
 def thresholds(scheme: Scheme, num_ranks: int, width: int = WIDTH) -> list[Threshold]:
@@ -113,11 +112,6 @@ def thresholds(scheme: Scheme, num_ranks: int, width: int = WIDTH) -> list[Thres
         row = Threshold(cluster.kind_on(num_ranks), tokens, low, high)
         found += [row] if row not in found else []  # in one node the network does not matter
     return found
-
-
-def _hidden(scheme: Scheme, tokens: int, cluster: str | Cluster, num_ranks: int, width: int, slower: float) -> bool:
-    computing, sending = step_seconds(scheme, tokens, cluster, num_ranks, width)
-    return computing >= slower * sending
 
 
 def _matrices(width: int) -> list[tuple[int, int]]:

@@ -4,11 +4,13 @@ send."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from tplab.errors import MeshError
+from tplab.errors import MeshError, one_of
 from tplab.mesh import Axis, Mesh
 from tplab.sharding import cut
 
@@ -56,8 +58,7 @@ class Pieces:
     @cached_property
     def columns(self) -> tuple[slice, ...]:
         """Where each parameter is in a row."""
-        ends = [sum(self.widths[: place + 1]) for place in range(len(self.widths))]
-        return tuple(slice(end - width, end) for end, width in zip(ends, self.widths))
+        return tuple(slice(end - width, end) for end, width in zip(accumulate(self.widths), self.widths))
 
     @property
     def width(self) -> int:
@@ -69,14 +70,11 @@ class Pieces:
         return sum(len(ranges[index]) for ranges in self.ranges)
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"rank {index}   " + " | ".join(_row(ranges[index], len(ranges[0])) for ranges in self.ranges)
-            for index in range(self.num_ranks)
-        )
-
-
-def _row(held: range, width: int) -> str:
-    return " ".join([*map(str, held), *["."] * (width - len(held))])
+        lines = []
+        for index in range(self.num_ranks):
+            each = [[*map(str, ranges[index]), *"." * (len(ranges[0]) - len(ranges[index]))] for ranges in self.ranges]
+            lines.append(f"rank {index}   " + " | ".join(map(" ".join, each)))
+        return "\n".join(lines)
 
 
 # --- the axes along which ranks have different data -------------------------------------------------------------------
@@ -129,6 +127,32 @@ def check_copies(mesh: Mesh, axis: Axis, copies: Axis, replicate_axis: Axis | No
             f"gradients are added up along replicate_axis={replicate_axis!r}, and parameters with an axis of their own "
             f"may be different ones there. Name all axes in axis, {way}"
         )
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How parameters are shared and what a unit of ZeRO stage 3 sends: the options of `shard_parameters`."""
+
+    axis: Axis
+    op: str
+    reshard_after_forward: bool | Axis
+    replicate_axis: Axis | None
+    compute_dtype: Any
+    reduce_dtype: Any
+    gather: Callable[..., Any]
+    reduce: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        one_of("op", self.op, OPS)
+
+    @property
+    def secondary_axis(self) -> Axis | None:
+        """The axis of the second pieces, for the second gather."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+
+    def names_on(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes along which ranks have different data."""
+        return data_axes(mesh, self.axis, self.replicate_axis, self.secondary_axis)
 
 
 # --- two levels -------------------------------------------------------------------------------------------------------

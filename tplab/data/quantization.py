@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.comm import whole_number
+from tplab.data.pieces import Levels
+from tplab.mesh import Axis
 
 LEVELS = {8: 127, 4: 7}
 """Bits -> the largest code."""
@@ -67,6 +69,22 @@ class QuantizedBytes(NamedTuple):
     @property
     def total(self) -> int:
         return self.codes + self.scales
+
+
+class How(NamedTuple):
+    """The options of a quantised collective, over all of `axis` or on two levels."""
+
+    axis: Axis
+    dim: int
+    op: str
+    bits: int | None
+    block: int | None
+    levels: Levels | None
+
+    @property
+    def exact(self) -> How:
+        """The same options without quantisation."""
+        return self._replace(bits=None)
 
 
 def quantized_bytes(num_elements: int, bits: int, block: int | None) -> QuantizedBytes:

@@ -23,12 +23,12 @@ def for_any_vocabulary(answer: Answer, num_numbers: int) -> Verdict:
     must be integers, and right for logits in bfloat16, which cannot represent large ids."""
     sent, exercise, panels = dict[int, int](), answer.exercise, answer.verdict.panels
     are_ids = "ids" in exercise.results
-    runs = [(num_entries, "float32", _close_logits(num_entries)) for num_entries in (24, MANY)]
-    for num_entries, dtype, logits in [*runs, (MANY, "bfloat16", _whole_logits(MANY))][: 3 if are_ids else 2]:
+    runs = [(num_entries, "float32", _logits(num_entries)) for num_entries in (24, MANY)]
+    for num_entries, dtype, logits in [*runs, (MANY, "bfloat16", _logits(MANY, whole=True))][: 3 if are_ids else 2]:
         tensors = {"logits": logits} | ({"ids": logits.argmax(-1)} if "ids" in exercise.specs else {})
         narrowed = replace(answer, fn=_narrowed(answer)) if dtype == "bfloat16" else answer
         out = narrowed.run(MESH, tensors)
-        (want,) = (value for name, value in exercise.plain(tensors).items() if name in exercise.results)
+        want = exercise.plain(*tensors.values())
         found = out.per_rank[0].detach() if answer.framework == "torch" else out.per_rank[0]
         kind = str(found.dtype).removeprefix("torch.")
         got = np.asarray(found.double() if answer.framework == "torch" else found, float)
@@ -63,17 +63,12 @@ def _narrowed(answer: Answer) -> Callable[..., Any]:
     return program
 
 
-def _whole_logits(num_entries: int) -> np.ndarray:
-    """Logits of two tokens, integers that bfloat16 can represent. The largest is the second to last."""
-    logits = np.random.default_rng(1).integers(-9, 10, (2, num_entries)).astype(np.float32)
+def _logits(num_entries: int, whole: bool = False) -> np.ndarray:
+    """Logits of two tokens, in float32, or integers that bfloat16 can represent. The largest is the second to last; in
+    float32, token 0 has the next smaller number at id 1."""
+    rng, shape = np.random.default_rng(int(whole)), (2, num_entries)
+    logits = (rng.integers(-9, 10, shape) if whole else rng.uniform(-9, 9, shape)).astype(np.float32)
     logits[:, -2] = 10
-    return logits
-
-
-def _close_logits(num_entries: int) -> np.ndarray:
-    """Logits of two tokens, in float32. The largest is the second to last; token 0 has the next smaller float32 at
-    id 1."""
-    logits = np.random.default_rng(0).uniform(-9, 9, (2, num_entries)).astype(np.float32)
-    logits[:, -2] = 10
-    logits[0, 1] = np.nextafter(np.float32(10), np.float32(0))
+    if not whole:
+        logits[0, 1] = np.nextafter(np.float32(10), np.float32(0))
     return logits

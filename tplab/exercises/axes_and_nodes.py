@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, added_up_again
+from tplab.exercises.exercise import Exercise, Framework, added_up_again, bytes_of_a_sum, own_part
 from tplab.exercises.verdict import check, on, refuse, right
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -21,18 +21,6 @@ ROWS = 12
 """Rows of a rank's gradient, divisible by 2, 3 and 4."""
 
 
-def _over(axis: str | tuple[str, ...], divide: bool) -> Callable[[Seen], np.ndarray]:
-    """The sum over `axis` of the mesh, or its mean."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        pieces = seen.tensors["gradient"].reshape(-1, ROWS, seen.mesh.axis_size("tp"))
-        i, j = seen.mesh.index(seen.rank, "dp"), seen.mesh.index(seen.rank, "tp")
-        found = {"dp": pieces.sum(0)[:, j], "tp": pieces.sum(2)[i], ("dp", "tp"): pieces.sum((0, 2))}[axis]
-        return found[:, None] / (seen.mesh.axis_size(axis) if divide else 1)
-
-    return wrong
-
-
 AVERAGE = Exercise(
     name="average",
     # The gradients of all samples of the batch, stacked; one column per piece of the weight.
@@ -40,32 +28,24 @@ AVERAGE = Exercise(
         "gradient": rng.integers(0, 10, (ROWS * mesh.axis_size("dp"), mesh.axis_size("tp"))).astype(float)
     },
     specs={"gradient": P("dp", "tp")},
-    plain=lambda tensors: {"mean": tensors["gradient"].reshape(-1, ROWS, tensors["gradient"].shape[1]).mean(0)},
+    plain=lambda gradient: gradient.reshape(-1, ROWS, gradient.shape[1]).mean(0),
     results={"mean": P(None, "tp")},
-    fewest=lambda mesh, tensors: 2 * (mesh.axis_size("dp") - 1) * tensors["gradient"][:ROWS].nbytes,
+    fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["gradient"][:ROWS, :1], mesh, "dp"),
     meshes=(Mesh(dp=2, tp=3), Mesh(dp=4, tp=2), Mesh(dp=3, tp=1), Mesh(dp=1, tp=4)),
-    mistakes=(
-        Mistake(
-            "mean",
+    mistakes={
+        "mean": {
             "It is too small by a factor: the sum runs over the ranks of dp, but it is divided by the total number of "
-            "ranks.\nDivide by the size of the group that the sum runs over.",
-            lambda seen: seen.want / seen.mesh.axis_size("tp"),
-        ),
-        Mistake(
-            "mean",
+            "ranks.\nDivide by the size of the group that the sum runs over.": lambda seen: (
+                seen.want / seen.mesh.axis_size("tp")
+            ),
             "This is the mean over all ranks. Along tp, ranks have different pieces of the gradient, "
-            "and pieces must not be mixed.",
-            _over(("dp", "tp"), divide=True),
-        ),
-        Mistake(
-            "mean",
+            "and pieces must not be mixed.": (lambda seen: seen.of(seen.tensors).mean(1, keepdims=True)),
             "This is the mean over tp. Along tp, ranks have different pieces of the gradient; the samples differ along "
-            "dp.",
-            _over("tp", divide=True),
-        ),
-        Mistake("mean", "This is the rank's own gradient: nothing is added to it.", lambda seen: seen.own["gradient"]),
-        added_up_again("mean", "dp", "This is the sum over dp. The mean is the sum divided by the size of the group."),
-    ),
+            "dp.": (lambda seen: seen.part(seen.tensors["gradient"]).mean(1, keepdims=True)),
+            "This is the rank's own gradient: nothing is added to it.": own_part,
+            "This is the sum over dp. The mean is the sum divided by the size of the group.": added_up_again,
+        },
+    },
     reminders={
         "mean": "Add up the gradients over dp and over nothing else. Divide once, by the number of ranks along dp "
         "(op='mean' does)."

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, grade, not_started
-from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.long_sequence import MERGED, MESHES, NAMES, attend
+from tplab.exercises.exercise import Exercise, Seen, Tensors, Wrong, own_part
+from tplab.exercises.long_sequence import MERGED, MESHES, NAMES
 from tplab.exercises.long_sequence import TOKENS as ROWS
-from tplab.exercises.trials import weight
+from tplab.exercises.plain_block import attend
 from tplab.exercises.verdict import untouched
 from tplab.mesh import Mesh
 from tplab.sequence import TokenLayout
@@ -49,45 +49,31 @@ def _rope(x: np.ndarray, positions: np.ndarray, base: float = 10_000.0) -> np.nd
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _rotated(tensors: Tensors, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _rotated(q: np.ndarray, k: np.ndarray, v: np.ndarray, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Causal attention over tokens in this order, with q and k rotated by these positions."""
-    q, k = (_rope(tensors[name], positions) for name in ("q", "k"))
-    return attend(q, k, tensors["v"], order[:, None] >= order)
+    return attend(_rope(q, positions), _rope(k, positions), v, order[:, None] >= order)
 
 
-def _ranks_of(tensors: Tensors) -> int:
-    """The number of ranks that share these tokens: three ranks have six each, any other number of ranks four."""
-    size = tensors["q"].shape[2]
-    return 3 if size == 18 else size // 4
-
-
-def _with_positions(tensors: Tensors) -> Tensors:
-    """The right output, and the gradients of sum(o * weight(o))."""
-    order = _order(tensors["q"].shape[2], _ranks_of(tensors))
-    o = _rotated(tensors, order, order)
-    q, k = (_rope(tensors[name], order) for name in ("q", "k"))
-    do, scale = weight(o), WIDTH**-0.5
-    scores = np.where(order[:, None] >= order, q @ k.swapaxes(-1, -2) * scale, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    ds = p * (do @ tensors["v"].swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True)) * scale
-    dq, dk = (_rope(grad, -order) for grad in (ds @ k, ds.swapaxes(-1, -2) @ q))  # rotated back
-    return {"o": o, "dq": dq, "dk": dk, "dv": p.swapaxes(-1, -2) @ do}
+def _with_positions(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """The right output. Three ranks have six tokens each, and any other number of ranks four."""
+    size = q.shape[-2]
+    order = _order(size, 3 if size == 18 else size // 4)
+    return _rotated(q, k, v, order, order)
 
 
 Places = Callable[[int, int], np.ndarray]
 """(number of tokens, ranks) -> the positions that all ranks rotate by."""
 
 
-def _mistaken(hint: str, places: Places) -> Mistake:
+def _with(places: Places) -> Wrong:
     """The mistake of rotating q and k by these positions."""
 
     def wrong(seen: Seen) -> np.ndarray:
-        size, num_ranks = seen.tensors["q"].shape[2], seen.mesh.axis_size("cp")
-        o = _rotated(seen.tensors, _order(size, num_ranks), places(size, num_ranks))
-        return np.split(o, num_ranks, 2)[seen.mesh.index(seen.rank, "cp")]
+        q, k, v = seen.tensors.values()
+        size = q.shape[2]
+        return seen.part(_rotated(q, k, v, _order(size, seen.size), places(size, seen.size)), 2)
 
-    return Mistake("o", hint, wrong)
+    return wrong
 
 
 POSITIONS = Exercise(
@@ -100,25 +86,20 @@ POSITIONS = Exercise(
     meshes=MESHES,
     tolerance=ROUNDING,
     by_hand="what each rank has: attention over the ring, and positions that a rank can work out for itself",
-    mistakes=(
-        _mistaken(
+    mistakes={
+        "o": {
             "The positions are those of consecutive tokens. In zigzag a rank holds two pieces of the sequence.\n"
-            "Which positions do its tokens have?",
-            lambda size, num_ranks: np.arange(size),
-        ),
-        _mistaken(
-            "The positions begin at 0 on every rank. Which positions of the whole sequence do this rank's tokens have?",
-            lambda size, num_ranks: np.tile(np.arange(size // num_ranks), num_ranks),
-        ),
-        _mistaken(
-            "These are positions of the striped layout, and the tokens came in zigzag.",
-            lambda size, num_ranks: TokenLayout("striped", size, num_ranks).order,
-        ),
-        _mistaken(
-            "q and k are not rotated at all, so attention does not know where a token is.",
-            lambda size, num_ranks: np.zeros(size),
-        ),
-    ),
+            "Which positions do its tokens have?": _with(lambda size, num_ranks: np.arange(size)),
+            "The positions begin at 0 on every rank. Which positions of the whole sequence do this rank's tokens "
+            "have?": _with(lambda size, num_ranks: np.tile(np.arange(size // num_ranks), num_ranks)),
+            "These are positions of the striped layout, and the tokens came in zigzag.": _with(
+                lambda size, num_ranks: TokenLayout("striped", size, num_ranks).order
+            ),
+            "q and k are not rotated at all, so attention does not know where a token is.": _with(
+                lambda size, num_ranks: np.zeros(size)
+            ),
+        },
+    },
     reminders={
         "o": "Of 2p pieces, counted from 0, a rank has piece r and then piece 2p - 1 - r, each with rising positions.\n"
         "Rotate both q and k by these, and not v, and attend in the same layout."
@@ -145,35 +126,22 @@ def _hops(window: int, each: int, num_ranks: int) -> int:
     return min(num_ranks - 1, ceil((window - 1) / each))
 
 
-def _seen_in(window: int, positions: np.ndarray) -> np.ndarray:
-    back = positions[:, None] - positions
-    return (back >= 0) & (back < window)
-
-
-def _windowed(window: int, tensors: Tensors) -> Tensors:
-    q, k, v = (tensors[name] for name in NAMES)
-    return {"o": attend(q, k, v, _seen_in(window, np.arange(len(q))))}
-
-
-def _own_window(window: int, seen: Seen) -> np.ndarray:
-    return _windowed(window, seen.own)["o"]
+def _windowed(window: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    back = np.arange(len(q))[:, None] - np.arange(len(q))
+    return attend(q, k, v, (back >= 0) & (back < window))
 
 
 def _ring(window: int, seen: Seen, back: int = 1, wraps: bool = False) -> np.ndarray:
     """The output of a ring with enough hops, each of which brings the keys of the rank `back` places before; also
     across the ring's end if it `wraps`."""
-    num_ranks, me, own = seen.mesh.axis_size("cp"), _ring_index(seen), seen.own
+    num_ranks, me, own = seen.size, seen.index, seen.own
     each = len(own["q"])
-    cut = {name: np.split(seen.tensors[name], num_ranks) for name in "kv"}
+    cut = {name: seen.parts(seen.tensors[name]) for name in "kv"}
     steps = [t for t in range(_hops(window, each, num_ranks) + 1) if wraps or t <= me]
     k, v = (np.concatenate([cut[name][(me - back * t) % num_ranks] for t in steps]) for name in "kv")
     rows, columns = np.arange(each)[:, None], np.arange(each)
     away = np.concatenate([rows - columns + t * each for t in steps], 1)
     return attend(own["q"], k, v, (away >= 0) & (away < window))
-
-
-def _ring_index(seen: Seen) -> int:
-    return seen.mesh.index(seen.rank, "cp")
 
 
 def _window_exercise(each: int, window: int) -> Exercise:
@@ -196,20 +164,14 @@ def _window_exercise(each: int, window: int) -> Exercise:
         excess="How many ranks back is the farthest key that a query sees, and how many ranks are there at all?",
         tolerance=ROUNDING,
         meshes=(Mesh(cp=2), Mesh(cp=3), Mesh(cp=5), Mesh(dp=2, cp=3), Mesh(cp=1)),
-        mistakes=(
-            Mistake("o", "Each rank sees its own tokens alone.", partial(_own_window, window)),
-            Mistake(
-                "o",
+        mistakes={
+            "o": {
+                "Each rank sees its own tokens alone.": own_part,
                 "The first ranks see keys from the end of the sequence: a ring has no beginning. Which ranks have no "
-                "rank t places before them?",
-                partial(_ring, window, wraps=True),
-            ),
-            Mistake(
-                "o",
-                "The keys come from the ranks after this one. Which way do they hop?",
-                partial(_ring, window, back=-1),
-            ),
-        ),
+                "rank t places before them?": partial(_ring, window, wraps=True),
+                "The keys come from the ranks after this one. Which way do they hop?": partial(_ring, window, back=-1),
+            },
+        },
         reminders={
             "o": "A token sees the last `window` tokens, itself included, on however many ranks they are.\n"
             "After t hops, k and v are those of rank r - t, and their `distance` is t times the tokens of a rank.\n"

@@ -9,129 +9,56 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, bytes_of_a_sum
+from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors, bytes_of_a_sum
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
     TOLERANCE,
     block_tensors,
     one_norm,
-    own_weights,
 )
+from tplab.exercises.slopes import slopes, weight
 from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
-from tplab.sharding import P, split
+from tplab.sharding import P
 
 TOKENS = P(None, "tp")
 MOST = 1.3  # times the fewest bytes: the backward pass may gather h again instead of keeping it
 
-_KEPT = (
-    "y is right, but dx is only the part that comes through this rank's own weights. The other ranks' parts are "
-    "missing.\n"
-    "Is h from gather_from? That is for ranks that all do the same afterwards, and here each uses its own weights.\n"
-    "Or is y added up on all ranks, and then cut?"
-)
+
+def _own_weights(seen: Seen) -> np.ndarray:
+    """The gradient that comes through this rank's own heads and hidden features, from all tokens."""
+    return seen.of({**seen.own, "x": seen.tensors["x"]})
 
 
-def _own_tokens(seen: Seen, whole: np.ndarray, dim: int = 1) -> np.ndarray:
-    """The entries of `whole`, one per token, for this rank's tokens."""
-    size = seen.own["x"].shape[1]
-    begin = seen.mesh.index(seen.rank, "tp") * size
-    return np.take(whole, range(begin, begin + size), axis=dim)
-
-
-_OWN_FEATURES = (
-    "y and dx are right, but the gradient of scale comes through this rank's own weights only.\n"
-    "The ranks share scale, and each then does different work. Which of f and g belongs there?"
-)
-_OWN_TOKENS = (
-    "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
-    "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs there?"
-)
+def _scale_of_each_token(seen: Seen) -> np.ndarray:
+    """The gradient of scale, before it is added up over tokens [S, D]."""
+    x, scale, *weights = seen.tensors.values()
+    return slopes(lambda one: one_norm(x, one, *weights), np.tile(scale, (x.shape[1], 1)))
 
 
 def _kept_to_itself(seen: Seen) -> np.ndarray:
     """The gradient of the residual, plus what this rank's own heads and features contribute for its own tokens."""
-    return _own_tokens(seen, own_weights(seen)["dx"])
+    return seen.part(_own_weights(seen), 1)
 
 
 def _group(seen: Seen) -> list[Seen]:
     """The same trial, as each rank of the group sees it."""
-    specs = {**BLOCK_SPECS, "x": TOKENS}
-    pieces = {name: split(array, specs[name], seen.mesh) for name, array in seen.tensors.items()}
-    ranks = seen.mesh.group(seen.rank, "tp")
-    return [replace(seen, rank=rank, own={name: pieces[name][rank] for name in pieces}) for rank in ranks]
+    seen_by = seen.exercise.seen(seen.result, seen.tensors, seen.mesh)
+    return [seen_by[rank] for rank in seen.mesh.group(seen.rank, "tp")]
 
 
 def _never_gathered(seen: Seen) -> np.ndarray:
-    return seen.own["x"] + sum(one_norm(one.own)["y"] - one.own["x"] for one in _group(seen))
+    return seen.own["x"] + sum(one.of(one.own) - one.own["x"] for one in _group(seen))
 
 
 def _residual(seen: Seen) -> np.ndarray:
     """The part of dx that does not come through h."""
-    return _own_tokens(seen, one_norm(seen.tensors)["residual"])
+    return seen.part(weight(seen.tensors["x"]), 1)
 
 
 def _other_tokens(seen: Seen) -> np.ndarray:
     """dx if f on x adds up the ranks' contributions for their own tokens, which are different tokens."""
     return _residual(seen) + sum(_kept_to_itself(one) - _residual(one) for one in _group(seen))
-
-
-def _exercise(
-    name: str,
-    tensors: Callable[[np.random.Generator, Mesh], Tensors],
-    names: tuple[str, ...],
-    excess: str,
-    first: tuple[Mistake, ...] = (),
-) -> Exercise:
-    """The exercise on a block with these arguments and split tokens. `first` has mistakes of this block only."""
-    return Exercise(
-        name=name,
-        tensors=tensors,
-        specs={**{name: BLOCK_SPECS[name] for name in names}, "x": TOKENS},
-        plain=one_norm,
-        results={"y": TOKENS},
-        gradients=names,
-        mistakes=(
-            *first,
-            Mistake(
-                "y",
-                "The tokens are never gathered: each rank's weights see only its own tokens, and then terms of "
-                "different tokens are added up.",
-                _never_gathered,
-            ),
-            Mistake("dx", _KEPT, _kept_to_itself),
-            Mistake(
-                "dx",
-                "y is right, but f (copy_to) on x adds up gradients of different tokens: each rank has its own.\nAll "
-                "ranks use all of h. Which of its gathers adds up their gradients?",
-                _other_tokens,
-            ),
-            Mistake(
-                "dx",
-                "y is right, but the gradients that come back through h are added up twice.\nall_gather does so in its "
-                "backward pass already, and f (copy_to) does it again.",
-                lambda seen: _residual(seen) + seen.mesh.axis_size("tp") * (seen.want - _residual(seen)),
-            ),
-            Mistake(
-                "dscale",
-                _OWN_TOKENS,
-                lambda seen: _own_tokens(seen, one_norm(seen.tensors)["of each token"], 0).sum(0),
-            ),
-            Mistake("dscale", _OWN_FEATURES, lambda seen: own_weights(seen)["dscale"]),
-        ),
-        reminders={
-            "y": "h = norm(x) of all tokens goes through this rank's weights. Add up what the weights of all ranks "
-            "give\nfor a token, and then add its x, once.",
-            "dx": "dx is for this rank's own tokens: what comes back through h, added up once over all ranks' "
-            "weights,\nand the gradient of the residual.",
-        },
-        fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
-        excess=excess,
-        surplus="do the other {:,} gather again, so that a rank keeps less?",
-        slack=MOST,
-        tolerance=TOLERANCE,
-        divided="tp",
-    )
 
 
 # --- what a rank sends and keeps -------------------------------------------------------------------------------------
@@ -193,6 +120,72 @@ def _kept(answer: Answer) -> tuple[int, bool]:
     return run_on(KEPT_ON, program, tensors["x"], *tensors.values(), in_specs=specs).per_rank[0]
 
 
+# --- a block with its tokens split ---------------------------------------------------------------------------------
+
+_APART = (
+    "The tokens are never gathered: each rank's weights see only its own tokens, and then terms of "
+    "different tokens are added up."
+)
+
+TOKENS_SPLIT = Exercise(
+    name="tokens_split",
+    tensors=block_tensors,
+    specs=BLOCK_SPECS | {"x": TOKENS},
+    plain=one_norm,
+    results={"y": TOKENS},
+    gradients=tuple(BLOCK_SPECS),
+    mistakes={
+        "y": {
+            "Every token has seen only the tokens of its own rank. Dim 0 is the batch; gather tokens along dim 1.": (
+                lambda seen: seen.of({**seen.tensors, "x": seen.own["x"]})
+            ),
+            _APART: _never_gathered,
+        },
+        "dx": {
+            "y is right, but dx is only the part that comes through this rank's own weights. The other ranks' parts "
+            "are "
+            "missing.\n"
+            "Is h from gather_from? That is for ranks that all do the same afterwards, and here each uses its own "
+            "weights.\n"
+            "Or is y added up on all ranks, and then cut?": _kept_to_itself,
+            "y is right, but f (copy_to) on x adds up gradients of different tokens: each rank has its own.\nAll "
+            "ranks use all of h. Which of its gathers adds up their gradients?": _other_tokens,
+            "y is right, but the gradients that come back through h are added up twice.\nall_gather does so in its "
+            "backward pass already, and f (copy_to) does it again.": lambda seen: (
+                _residual(seen) + seen.size * (seen.want - _residual(seen))
+            ),
+        },
+        "dscale": {
+            "y and dx are right, but the gradient of scale comes from this rank's own tokens only (Megatron-LM #1446)."
+            "\nThe ranks share scale, and each uses it for different tokens. Which of f and g belongs "
+            "there?": lambda seen: seen.part(_scale_of_each_token(seen)).sum(0),
+            "y and dx are right, but the gradient of scale comes through this rank's own weights only.\n"
+            "The ranks share scale, and each then does different work. Which of f and g belongs there?": _own_weights,
+        },
+    },
+    reminders={
+        "y": "h = norm(x) of all tokens goes through this rank's weights. Add up what the weights of all ranks "
+        "give\nfor a token, and then add its x, once.",
+        "dx": "dx is for this rank's own tokens: what comes back through h, added up once over all ranks' "
+        "weights,\nand the gradient of the residual.",
+    },
+    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
+    excess=(
+        "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
+        "reduce_scatter add up\nand split both terms."
+    ),
+    surplus="do the other {:,} gather again, so that a rank keeps less?",
+    slack=MOST,
+    tolerance=TOLERANCE,
+    divided="tp",
+)
+
+
+def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
+    """Check that `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
+    return grade(fn, TOKENS_SPLIT, framework, _thrifty)
+
+
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
 _NAMES = ("x", "scale", "a", "b")
@@ -205,12 +198,15 @@ def _mlp_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: {**tensors, **wide}[name] for name in _NAMES}
 
 
-SEQUENCE_MLP = _exercise(
-    "sequence_mlp",
-    _mlp_tensors,
-    _NAMES,
-    "h is gathered once, and y is scattered once; the backward pass does both in reverse. Apart from that, only the "
-    "gradient of scale has to be sent.",
+SEQUENCE_MLP = replace(
+    TOKENS_SPLIT,
+    name="sequence_mlp",
+    tensors=_mlp_tensors,
+    specs={name: TOKENS_SPLIT.specs[name] for name in _NAMES},
+    gradients=_NAMES,
+    mistakes={**TOKENS_SPLIT.mistakes, "y": {_APART: _never_gathered}},
+    excess="h is gathered once, and y is scattered once; the backward pass does both in reverse. Apart from that, only "
+    "the gradient of scale has to be sent.",
 )
 
 
@@ -220,27 +216,3 @@ def check_sequence_mlp(fn: Callable[..., Any], framework: Framework = "torch") -
     x [B, S/tp, D]   scale [D]   a [D, H/tp]   b [H/tp, D]   ->   y [B, S/tp, D]; norm: RMS, eps 1e-6
     """
     return grade(fn, SEQUENCE_MLP, framework, _thrifty)
-
-
-# --- a block with its tokens split ---------------------------------------------------------------------------------
-
-
-TOKENS_SPLIT = _exercise(
-    "tokens_split",
-    block_tensors,
-    tuple(BLOCK_SPECS),
-    "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
-    "reduce_scatter add up\nand split both terms.",
-    (
-        Mistake(
-            "y",
-            "Every token has seen only the tokens of its own rank. Dim 0 is the batch; gather tokens along dim 1.",
-            lambda seen: one_norm({**seen.tensors, "x": seen.own["x"]})["y"],
-        ),
-    ),
-)
-
-
-def check_tokens_split(fn: Callable[..., Any], framework: Framework = "torch") -> Verdict:
-    """Check that `fn` is the block of lab 04's `check_parallel_block` on some of the tokens: x, y [B, S/tp, D]."""
-    return grade(fn, TOKENS_SPLIT, framework, _thrifty)

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors, a_mean, added_up_again
+from tplab.exercises.exercise import Exercise, Framework, Tensors, Wrong, own_part
 from tplab.exercises.trials import Trial, arrays_for, run_of, share_of_work, trials
 from tplab.exercises.verdict import Verdict, beside, cause, check, differs, listed, not_started, on, refuse, right
 from tplab.mesh import Mesh
-from tplab.sharding import split
 from tplab.trace.trace import Trace
 from tplab.widgets.matrices import Panel, number_text
 
@@ -80,8 +79,8 @@ def _graded(
                     exercise = replace(given, tolerance=max(given.tolerance, SINGLE))
                 if wrong := _wrong(trial.found, exercise, mesh, tensors, framework):
                     text, by, panels, result = wrong
-                    mistake = _known_mistake(fn, exercise, framework, result, seed)
-                    said = [mistake.hint] if mistake else [by, *filter(None, [exercise.reminders.get(result)])]
+                    hint = _hint(fn, exercise, framework, result, seed)
+                    said = [hint] if hint else [by, *filter(None, [exercise.reminders.get(result)])]
                     refuse("\n".join([text, *said]), panels)
                 _refuse(trial, exercise)
                 traces.append(trial.trace)
@@ -167,7 +166,8 @@ def _wrong(
 ) -> tuple[str, str, list[Panel], str] | None:
     """The first wrong result, if any: what and where, by how much, a picture, and its name."""
     for result in found[0]:
-        got, want, slack = _beside(found, exercise, mesh, tensors, framework, result)
+        want = exercise.on_ranks(result, exercise.right(result, tensors), mesh)
+        got, slack = [results[result] for results in found], _slack(exercise, framework, want)
         for rank in mesh.ranks:
             if got[rank].shape != want[rank].shape:
                 text = f": {result} has shape {list(got[rank].shape)} on rank {rank} of {mesh}."
@@ -191,37 +191,25 @@ def _wrong(
     return None
 
 
-def _beside(
-    found: list[dict[str, np.ndarray]],
-    exercise: Exercise,
-    mesh: Mesh,
-    tensors: Tensors,
-    framework: Framework,
-    result: str,
-) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """A result on every rank, the right one, and the tolerance."""
-    whole = exercise.plain(tensors)[result]
+def _slack(exercise: Exercise, framework: Framework, want: Sequence[np.ndarray]) -> float:
+    """The difference that counts as rounding, for the pieces of a result."""
     tolerance = exercise.tolerance if framework == "torch" else 1e-4  # JAX computes in float32
-    specs = {**exercise.results, **exercise.also, **{f"d{key}": exercise.specs[key] for key in exercise.gradients}}
-    slack = tolerance * max(1.0, float(np.abs(whole).max()))
-    return [results[result] for results in found], split(whole, specs[result], mesh), slack
+    return tolerance * max(1.0, *(float(np.abs(piece).max()) for piece in want))
 
 
-def _known_mistake(
-    fn: Callable[..., Any], exercise: Exercise, framework: Framework, result: str, first: int
-) -> Mistake | None:
-    """The first mistake that explains a result on every rank of mesh number `first` and of all others.
+def _hint(fn: Callable[..., Any], exercise: Exercise, framework: Framework, result: str, first: int) -> str:
+    """The hint of the first mistake that explains a result on every rank of mesh number `first` and of all others.
 
     A mesh of one rank counts only if it is the first, since many mistakes need two ranks. A mistake explains a mesh on
     which the learner's function raises if it gives no numbers of the right shape either.
     """
-    mistakes = [mistake for mistake in exercise.mistakes if mistake.result == result]
-    common = set.intersection(*(set(mesh.axis_names) for mesh in exercise.meshes))
-    for axes in [*((axis,) for axis in sorted(common)), tuple(sorted(common))]:
+    known = exercise.known(result)
+    for axes in dict.fromkeys([*((axis,) for axis in exercise.axes), exercise.axes]):
         along = " and ".join(axes)
-        mistakes += [added_up_again(result, axes, AGAIN.format(along)), a_mean(result, axes, A_MEAN.format(along))]
+        known.append((AGAIN.format(along), lambda seen, axes=axes: seen.want * seen.mesh.axis_size(axes)))
+        known.append((A_MEAN.format(along), lambda seen, axes=axes: seen.want / seen.mesh.axis_size(axes)))
 
-    def tried() -> Iterator[tuple[np.ndarray, dict[Mistake | None, np.ndarray]]]:
+    def tried() -> Iterator[tuple[np.ndarray, dict[tuple[str, Wrong], np.ndarray]]]:
         meshes = [(seed, mesh) for seed, mesh in enumerate(exercise.meshes) if seed != first and mesh.size > 1]
         for seed, mesh in [(first, exercise.meshes[first]), *meshes]:
             tensors = exercise.tensors(np.random.default_rng(seed), mesh)
@@ -230,19 +218,17 @@ def _known_mistake(
                 found = next(trial.found for trial in runs if result in trial.found[0])
             except Exception:
                 found = [{result: np.empty(0)} for _ in mesh.ranks]
-            got, want, slack = _beside(found, exercise, mesh, tensors, framework, result)
-            pieces = {key: split(array, exercise.specs[key], mesh) for key, array in tensors.items()}
-            seen = [
-                Seen(tensors, {key: pieces[key][rank] for key in pieces}, want[rank], mesh, rank) for rank in mesh.ranks
-            ]
-            yield _flat(got, want, slack), {one: _flat(map(one.wrong, seen), want, slack) for one in mistakes}
+            seen = exercise.seen(result, tensors, mesh)
+            want = [one.want for one in seen]
+            slack, got = _slack(exercise, framework, want), [results[result] for results in found]
+            yield _flat(got, want, slack), {one: _flat(map(one[1], seen), want, slack) for one in known}
 
-    return cause(tried(), None, slack=1.0)
+    return cause(tried(), ("", own_part), slack=1.0)[0]
 
 
 AGAIN = "This is R times too large, for R ranks along {}. Is something added up that every rank already has?"
 A_MEAN = "This is 1/R of what is right, for R ranks along {}. Is it divided by R once too often?"
-"""Hints of every exercise, for a result that none of its own mistakes explains."""
+"""Mistakes in every exercise's results, which come after its own."""
 
 
 def _flat(pieces: Iterable[Any], like: Sequence[np.ndarray], slack: float) -> np.ndarray:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, grade, who_works
 from tplab.exercises.drawn import Moving
-from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors, own_part
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistakes, Seen, Tensors, Wrong
 from tplab.exercises.verdict import Refused, with_task
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -31,7 +31,7 @@ class Puzzle:
     rounds      number of ranks -> the most sequential hops
     pieces      number of ranks -> the most pieces that a rank may send
     late, much  hints for a program that takes too many rounds, or sends too much
-    tensors, plain, result, mistakes   as in `Exercise`; every piece has three numbers
+    exercise    what is computed; every piece has three numbers
     neighbours  only neighbours are linked, and a rank may use both of its links in one round. Otherwise a rank may send
                 to any rank, but in each round it sends only one message and receives only one
     """
@@ -42,10 +42,7 @@ class Puzzle:
     pieces: Callable[[int], int]
     late: str
     much: str
-    tensors: Callable[[np.random.Generator, Mesh], Tensors]
-    plain: Callable[[Tensors], Tensors]
-    result: P
-    mistakes: tuple[Mistake, ...]
+    exercise: Exercise
     neighbours: bool = False
 
     def __str__(self) -> str:
@@ -62,42 +59,26 @@ def _doublings(num_ranks: int) -> int:
     return (num_ranks - 1).bit_length()
 
 
-def _one_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+def _pieces(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     """One piece per rank."""
     return {"x": rng.integers(0, 10, (mesh.size, 3)).astype(np.float32)}
 
 
-def _one_per_rank_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
+def _pieces_for_each(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     """On each rank, one piece for every rank."""
     return {"x": rng.integers(0, 10, (mesh.size**2, 3)).astype(np.float32)}
 
 
-def _gathered(tensors: Tensors) -> Tensors:
-    return {"y": tensors["x"]}
-
-
-def _running_sum(tensors: Tensors) -> Tensors:
-    return {"y": tensors["x"].cumsum(0)}
-
-
-def _square(tensors: Tensors) -> np.ndarray:
+def _square(x: np.ndarray) -> np.ndarray:
     """[R, R, 3]: all pieces, by rank and place."""
-    ranks = round(len(tensors["x"]) ** 0.5)
-    return tensors["x"].reshape(ranks, ranks, 3)
-
-
-def _traded(tensors: Tensors) -> Tensors:
-    return {"y": _square(tensors).swapaxes(0, 1).reshape(tensors["x"].shape)}
-
-
-def _summed(tensors: Tensors) -> Tensors:
-    return {"y": _square(tensors).sum(0)}
+    ranks = round(len(x) ** 0.5)
+    return x.reshape(ranks, ranks, 3)
 
 
 # --- known mistakes ------------------------------------------------------------------------------------------------
 
 
-def _places(order: Callable[[int, np.ndarray, int], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+def _places(order: Callable[[int, np.ndarray, int], np.ndarray]) -> Wrong:
     """The right pieces, in another order: place k has piece order(index of the rank, k, number of ranks)."""
 
     def wrong(seen: Seen) -> np.ndarray:
@@ -124,8 +105,7 @@ def _alternating(i: int, k: np.ndarray, num_ranks: int) -> np.ndarray:
     return (i + (k + 1) // 2 * np.where(k % 2, -1, 1)) % num_ranks
 
 
-def _in_other_order(hint: str) -> tuple[Mistake, ...]:
-    return tuple(Mistake("y", hint, _places(order)) for order in (_down, _up, _pairs, _alternating))
+IN_OTHER_ORDER = tuple(_places(order) for order in (_down, _up, _pairs, _alternating))
 
 
 def _around_the_end(seen: Seen) -> np.ndarray:
@@ -134,9 +114,65 @@ def _around_the_end(seen: Seen) -> np.ndarray:
     return x[[(seen.rank - away) % seen.mesh.size for away in range(reach)]].sum(0, keepdims=True)
 
 
-OWN = own_part(lambda tensors: {"y": tensors["x"]}, "y", "This is what the rank had at first: nothing has arrived.")
-ARRIVED = "All pieces are there, in the order in which they came. Put piece j at place j."
-IN_DISORDER = "Every sum is right, but not in its place. Put the sum of piece j at place j."
+OWN: Mistakes = {"This is what the rank had at first: nothing has arrived.": lambda seen: seen.own["x"]}
+
+# --- what is computed ----------------------------------------------------------------------------------------------
+
+GATHER = Exercise(
+    name="",
+    tensors=_pieces,
+    specs={"x": P("tp")},
+    plain=lambda x: x,
+    results={"y": P()},
+    mistakes={"y": {"All pieces are there, in the order in which they came. Put piece j at place j.": IN_OTHER_ORDER}},
+    not_with=RING,
+    is_precise=True,
+)
+RUNNING_SUM = replace(
+    GATHER,
+    plain=lambda x: x.cumsum(0),
+    results={"y": P("tp")},
+    mistakes={
+        "y": {
+            **OWN,
+            "The sums go on around the end: rank 0 has added what other ranks have.\n"
+            "`ppermute` sends only along the pairs that you name. Ranks to which nothing is sent receive zeros.": (
+                _around_the_end
+            ),
+            "These are the sums of the ranks *before* rank i. Its own number is missing.": (
+                lambda seen: seen.want - seen.own["x"]
+            ),
+            "This is the sum of rank i and all ranks *after* it. In which direction do the sums travel?": (
+                lambda seen: seen.tensors["x"][seen.rank :].sum(0, keepdims=True)
+            ),
+        }
+    },
+)
+ALL_TO_ALL = replace(
+    GATHER,
+    tensors=_pieces_for_each,
+    plain=lambda x: _square(x).swapaxes(0, 1).reshape(x.shape),
+    results={"y": P("tp")},
+    mistakes={
+        "y": {
+            **OWN,
+            "All pieces have arrived, but row j is not the one from rank j. Put them back into that order.": (
+                IN_OTHER_ORDER
+            ),
+        }
+    },
+)
+ALL_REDUCE = replace(
+    GATHER,
+    tensors=_pieces_for_each,
+    plain=lambda x: _square(x).sum(0),
+    mistakes={
+        "y": {
+            **OWN,
+            "Every sum is right, but not in its place. Put the sum of piece j at place j.": IN_OTHER_ORDER,
+        }
+    },
+)
 
 # --- the puzzles ---------------------------------------------------------------------------------------------------
 
@@ -149,28 +185,7 @@ PUZZLES = {
         "Every rank can add something in every round. After round 1 each can know the sum of two numbers.\n"
         "Of how many after round 2?",
         "A sum is as small as one number. Send sums, not the numbers that are in them.",
-        _one_each,
-        _running_sum,
-        P("tp"),
-        (
-            OWN,
-            Mistake(
-                "y",
-                "The sums go on around the end: rank 0 has added what other ranks have.\n"
-                "`ppermute` sends only along the pairs that you name. Ranks to which nothing is sent receive zeros.",
-                _around_the_end,
-            ),
-            Mistake(
-                "y",
-                "These are the sums of the ranks *before* rank i. Its own number is missing.",
-                lambda seen: seen.want - seen.own["x"],
-            ),
-            Mistake(
-                "y",
-                "This is the sum of rank i and all ranks *after* it. In which direction do the sums travel?",
-                lambda seen: seen.tensors["x"][seen.rank :].sum(0, keepdims=True),
-            ),
-        ),
+        RUNNING_SUM,
     ),
     2: Puzzle(
         "x [1, 3]. Every rank returns all pieces [R, 3], piece j in row j. R is a power of two.",
@@ -179,10 +194,7 @@ PUZZLES = {
         lambda ranks: ranks - 1,
         "A rank that has two pieces can send both at once. How many pieces can it have after round 2?",
         "A rank has 1 piece before round 1, 2 before round 2 and 4 before round 3. Send these, and nothing else.",
-        _one_each,
-        _gathered,
-        P(),
-        _in_other_order(ARRIVED),
+        GATHER,
     ),
     3: Puzzle(
         "x [1, 3]. As in puzzle 2, for any number of ranks. Only neighbours have links, one in each direction.",
@@ -191,10 +203,7 @@ PUZZLES = {
         lambda ranks: ranks - 1,
         "`start` begins a hop without waiting for it. Start a hop in each direction before you wait for either.",
         "Does a rank receive a piece twice? Think of an even number of ranks.",
-        _one_each,
-        _gathered,
-        P(),
-        _in_other_order(ARRIVED),
+        GATHER,
         neighbours=True,
     ),
     4: Puzzle(
@@ -205,15 +214,7 @@ PUZZLES = {
         "Let the pieces for ranks 1, 3, 5 and 7 places on share a message that goes 1 place on.\n"
         "Which pieces share the message that goes 2 places on?",
         "Each message needs only half of the pieces. A piece that goes 5 places on travels 1 and then 4, and never 2.",
-        _one_per_rank_each,
-        _traded,
-        P("tp"),
-        (
-            OWN,
-            *_in_other_order(
-                "All pieces have arrived, but row j is not the one from rank j. Put them back into that order."
-            ),
-        ),
+        ALL_TO_ALL,
     ),
     5: Puzzle(
         "x [R, 3]. An all-reduce: every rank returns the sum of all x. R is a power of two.",
@@ -224,13 +225,7 @@ PUZZLES = {
         "that the other will add up. What do they do with their halves in the next round?",
         "In recursive doubling, both partners add up the same numbers. If each adds up only one half, the next round\n"
         "has half as much to send. In the end the sums go back the way they came.",
-        _one_per_rank_each,
-        _summed,
-        P(),
-        (
-            OWN,
-            *_in_other_order(IN_DISORDER),
-        ),
+        ALL_REDUCE,
     ),
     6: Puzzle(
         "x [R, 3]. As in puzzle 5, for any number of ranks.",
@@ -241,13 +236,7 @@ PUZZLES = {
         "Now three places are left. How far does place 2 go?",
         "Every rank must add up the same number of pieces. Put piece i + j at place j: then each round halves the\n"
         "places that are left, and 6 become 3, then 2, then 1.",
-        _one_per_rank_each,
-        _summed,
-        P(),
-        (
-            OWN,
-            *_in_other_order(IN_DISORDER),
-        ),
+        ALL_REDUCE,
     ),
 }
 
@@ -260,17 +249,7 @@ def check_puzzle(number: int, fn: Callable[..., Any], framework: Framework = "to
     if number not in PUZZLES:
         return Verdict(False, f"There is no puzzle {number!r}; there are {', '.join(map(str, PUZZLES))}.")
     puzzle, name = PUZZLES[number], f"puzzle_{number}"
-    exercise = Exercise(
-        name,
-        tensors=puzzle.tensors,
-        specs={"x": P("tp")},
-        plain=puzzle.plain,
-        results={"y": puzzle.result},
-        mistakes=puzzle.mistakes,
-        not_with=RING,
-        is_precise=True,
-        meshes=tuple(Mesh(tp=ranks) for ranks in puzzle.sizes),
-    )
+    exercise = replace(puzzle.exercise, name=name, meshes=tuple(Mesh(tp=ranks) for ranks in puzzle.sizes))
 
     def within_budget(answer: Answer) -> Verdict:
         for trace in answer.traces:

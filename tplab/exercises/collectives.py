@@ -8,29 +8,28 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, bytes_of_a_sum, own_part
+from tplab.exercises.exercise import RING, Exercise, Framework, Mistakes, Seen, bytes_of_a_sum, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
 
-def _shifted(places: int, hint: str) -> Mistake:
+def _shifted(places: int, hint: str) -> Mistakes:
     """The mistake of shifting every piece too far to the left by this many places."""
 
     def wrong(seen: Seen) -> np.ndarray:
-        pieces = seen.want.reshape(seen.mesh.axis_size("tp"), -1)
+        pieces = seen.want.reshape(seen.size, -1)
         return np.roll(pieces, -places, axis=0).reshape(seen.want.shape)
 
     where = f"the sum of piece j {places:+} is where piece j belongs".replace("+", "+ ").replace("-", "- ")
-    return Mistake("y", f"Every sum is right, but it is in the wrong place: {where}.\n{hint}", wrong)
+    return {f"Every sum is right, but it is in the wrong place: {where}.\n{hint}": wrong}
 
 
 def _reversed_pieces(seen: Seen) -> np.ndarray:
     """Place j holds the sum of piece i - j: the pieces arrived in that order and were not sorted."""
-    num_ranks, index = seen.mesh.axis_size("tp"), seen.mesh.index(seen.rank, "tp")
-    pieces = seen.want.reshape(num_ranks, -1)
-    return pieces[(index - np.arange(num_ranks)) % num_ranks].reshape(seen.want.shape)
+    pieces = seen.want.reshape(seen.size, -1)
+    return pieces[(seen.index - np.arange(seen.size)) % seen.size].reshape(seen.want.shape)
 
 
 PIECE_BY_PIECE = (
@@ -43,21 +42,20 @@ SUM_UP = Exercise(
     # One row per piece, so that a piece in the wrong place is visible at a glance.
     tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.axis_size("tp"), mesh.axis_size("tp"), 3)).astype(float)},
     specs={"x": P("tp")},
-    plain=lambda tensors: {"y": tensors["x"].sum(0, keepdims=True)},
+    plain=lambda x: x.sum(0, keepdims=True),
     results={"y": P()},
     # Four ranks first: on two, "one place to the left" and "one place to the right" are the same.
     meshes=(Mesh(tp=4), Mesh(tp=3), Mesh(tp=2), Mesh(dp=2, tp=2), Mesh(tp=1)),
-    mistakes=(
-        _shifted(1, WHICH),
-        _shifted(-1, "If you have corrected both halves: one correction is enough."),
-        *(_shifted(places, WHICH) for places in (2, -2)),
-        Mistake("y", "The sums are in the order in which they arrived: place k has piece i - k.", _reversed_pieces),
-        own_part(
-            lambda tensors: {"y": tensors["x"].sum(0, keepdims=True)},
-            "y",
-            "This is the rank's own tensor: nothing is added to it.",
-        ),
-    ),
+    mistakes={
+        "y": {
+            **_shifted(1, WHICH),
+            **_shifted(-1, "If you have corrected both halves: one correction is enough."),
+            **_shifted(2, WHICH),
+            **_shifted(-2, WHICH),
+            "The sums are in the order in which they arrived: place k has piece i - k.": _reversed_pieces,
+            "This is the rank's own tensor: nothing is added to it.": own_part,
+        },
+    },
     by_hand="`ring_shift`, as above",
     not_with=RING,
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["x"][0], mesh),

@@ -12,6 +12,7 @@ import numpy as np
 
 from tplab.errors import ShapeError
 from tplab.exercises.drawn import Drawn
+from tplab.exercises.pipeline_memory import cross_entropy
 from tplab.exercises.verdict import Refused, Verdict, check, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.pipeline.partition import Partition, partition
@@ -71,12 +72,6 @@ class Trial:
         return partition(self.weights, self.ranks, self.costs, memory=self.memory(), memory_limit=self.limit)
 
 
-def _cross_entropy(logits: Any, targets: Any) -> Any:
-    from torch.nn import functional as F
-
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
 def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[int], list[int]]:
     """(FLOPs of a forward pass, bytes of parameters, gradients and Adam's averages, bytes kept for the backward pass)
     of each layer, found by running it on a microbatch `ids` [B, T]; the loss counts towards the last layer."""
@@ -85,7 +80,7 @@ def measured_layers(layers: Sequence[Any], ids: Any) -> tuple[list[int], list[in
     schedule = interleaved_1f1b(1, 1, virtual_stages=len(layers))  # every layer is a stage, and all are on one rank
 
     def program() -> None:
-        train_batch(schedule, stages_of(layers, schedule, "uniform"), [(ids, ids)], _cross_entropy)
+        train_batch(schedule, stages_of(layers, schedule, "uniform"), [(ids, ids)], cross_entropy)
 
     trace = run(program, Mesh(pp=1), cluster="h100").trace  # FLOPs are only counted if there is a cluster to time them
     flops = dict.fromkeys([f"stage {place}" for place in range(len(layers))], 0)
@@ -272,7 +267,7 @@ def _run_it(trial: Trial, bounds: list[int], layers: Sequence[Any], ids: Any) ->
 
     def program() -> int:
         stages = stages_of(layers, schedule, bounds=bounds)
-        train_batch(schedule, stages, [(ids, ids)] * schedule.num_microbatches, _cross_entropy)
+        train_batch(schedule, stages, [(ids, ids)] * schedule.num_microbatches, cross_entropy)
         optimizer = torch.optim.Adam(stages.parameters(), foreach=False)
         optimizer.step()
         made = [[p, p.grad, *optimizer.state[p].values()] for p in stages.parameters()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,47 +14,34 @@ from tplab.exercises.check import Verdict
 from tplab.schedules import Costs, Schedule, simulate
 from tplab.trace.trace import Trace
 from tplab.widgets import animate, gantt, timeline
-from tplab.widgets.paper.above import below
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, SOFT, mix
 from tplab.widgets.paper.pen import Pen
+from tplab.widgets.paper.still import below
 
 WIDTH, LEFT, CELL, LANE = 860, 66, 36, 26
 STUCK = HUES[5]
 
 
-class Pictured(Verdict):
-    """A verdict with a card below it."""
+class Moving(Verdict):
+    """A verdict with a picture of the run: by default an animation."""
 
-    def card(self) -> Card:
-        raise NotImplementedError
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        card = self.card()
-        card.above = self.text
-        return card._repr_mimebundle_(**kwargs)
-
-
-class Moving(Pictured):
-    """A verdict with an animation of the run."""
-
-    def __init__(self, passed: bool, text: str, trace: Trace):
+    def __init__(self, passed: bool, text: str, trace: Trace, show: Callable[[Trace], Card] = animate):
         super().__init__(passed, text)
-        self.trace = trace
+        self.trace, self.show = trace, show
 
     def card(self) -> Card:
-        return animate(self.trace)
+        card = self.show(self.trace)
+        card.above = self.text
+        return card
 
 
-class Timed(Moving):
-    """A verdict with a timeline of the run."""
-
-    def card(self) -> Card:
-        return timeline(self.trace)
+Timed = partial(Moving, show=timeline)
+"""A verdict with a timeline of the run."""
 
 
-class Drawn(Pictured):
+class Drawn(Verdict):
     """A verdict with a drawing of the schedule.
 
     costs   the durations of its actions
@@ -66,7 +55,9 @@ class Drawn(Pictured):
         self.schedule, self.costs, self.limit = schedule, costs or Costs(), limit
 
     def card(self) -> Card:
-        return gantt(simulate(self.schedule, self.costs), memory_limit=self.limit)
+        card = gantt(simulate(self.schedule, self.costs), memory_limit=self.limit)
+        card.above = self.text
+        return card
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The schedule; if it cannot finish, a picture of the ticks that it reaches, and the actions that never run."""

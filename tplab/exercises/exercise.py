@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from tplab.exercises.slopes import slopes
 from tplab.mesh import Axis, Mesh
-from tplab.sharding import P
+from tplab.sharding import P, split
 
 Tensors = dict[str, np.ndarray]
 Framework = Literal["torch", "jax"]
@@ -21,29 +22,49 @@ MESHES = (Mesh(tp=2), Mesh(tp=3), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(tp=1))
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank of one trial, as input of a `Mistake`.
+    """One rank of one trial, for which a known mistake predicts a wrong result.
 
-    tensors   the whole arguments        own    this rank's pieces of them
-    want      this rank's right result   mesh, rank
+    exercise, result   whose it is, and the name of the result
+    tensors            the whole arguments        own    this rank's pieces of them
+    want               this rank's right result   mesh, rank
     """
 
+    exercise: Exercise
+    result: str
     tensors: Tensors
     own: Tensors
     want: np.ndarray
     mesh: Mesh
     rank: int
 
+    @property
+    def size(self) -> int:
+        """The number of ranks along the first axis that all meshes of the exercise have."""
+        return self.mesh.axis_size(self.exercise.axes[0])
 
-@dataclass(frozen=True)
-class Mistake:
-    """A known mistake: `wrong` predicts each rank's `result`, and `hint` is shown to the learner.
+    @property
+    def index(self) -> int:
+        """This rank's place along that axis."""
+        return self.mesh.index(self.rank, self.exercise.axes[0])
 
-    It is recognised if its prediction holds on every rank.
-    """
+    def parts(self, array: np.ndarray, dim: int = 0) -> list[np.ndarray]:
+        """An array in one part per rank of that axis."""
+        return np.split(array, self.size, dim)
 
-    result: str
-    hint: str
-    wrong: Callable[[Seen], np.ndarray]
+    def part(self, array: np.ndarray, dim: int = 0) -> np.ndarray:
+        """This rank's part of an array."""
+        return self.parts(array, dim)[self.index]
+
+    def of(self, tensors: Tensors) -> np.ndarray:
+        """The plain result, of other arguments."""
+        return self.exercise.right(self.result, tensors)
+
+
+Wrong = Callable[[Seen], np.ndarray]
+"""A known mistake: it predicts each rank's result, and is recognised if its prediction holds on every rank."""
+
+Mistakes = Mapping[str, Wrong | tuple[Wrong, ...]]
+"""hint -> the mistake, or several that get the same hint; the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +74,13 @@ class Exercise:
     name        of the function
     tensors     (random generator, mesh) -> its arguments, whole, by name and in order
     specs       how each argument is sharded
-    plain       arguments -> the right results, whole, by name: first the returned values, then the gradients.
-                Given one rank's pieces, it computes the results of that rank alone
+    plain       arguments -> the right results, whole, in order. Given one rank's pieces, it computes the results of
+                that rank alone. If there are gradients, it counts dims from the end and computes with complex numbers
     results     how each returned value is sharded, in order
     also        the same for values that it may also return, before or after the results; recognised by their shapes
     gradients   the arguments whose gradient is also compared, for the loss sum(result * weight(result)); the gradient
                 of "x" is the result "dx"
-    mistakes    known mistakes, the likeliest first
+    mistakes    result -> its known mistakes
     reminders   result -> the hint if it is wrong and no mistake explains it
     fewest      (mesh, arguments) -> the bytes that all ranks together must send; sending up to twice as much passes,
                 with a remark
@@ -75,11 +96,11 @@ class Exercise:
     name: str
     tensors: Callable[[np.random.Generator, Mesh], Tensors]
     specs: Mapping[str, P]
-    plain: Callable[[Tensors], Tensors]
+    plain: Callable[..., Any]
     results: Mapping[str, P]
     also: Mapping[str, P] = field(default_factory=dict)
     gradients: tuple[str, ...] = ()
-    mistakes: tuple[Mistake, ...] = ()
+    mistakes: Mapping[str, Mistakes] = field(default_factory=dict)
     reminders: Mapping[str, str] = field(default_factory=dict)
     fewest: Callable[[Mesh, Tensors], int] | None = None
     excess: str = ""
@@ -92,39 +113,65 @@ class Exercise:
     tolerance: float = 1e-9
     meshes: tuple[Mesh, ...] = MESHES
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that all of its meshes have."""
+        first, *others = (mesh.axis_names for mesh in self.meshes)
+        return tuple(axis for axis in first if all(axis in names for names in others))
 
-def own_part(plain: Callable[[Tensors], Tensors], result: str, hint: str) -> Mistake:
+    def right(self, result: str, tensors: Tensors) -> np.ndarray:
+        """A right result of these arguments, or gradient, whole."""
+        returned = [*self.results, *self.also]
+        if result in returned:
+            found = self.plain(*tensors.values())
+            return found[returned.index(result)] if isinstance(found, tuple) else found
+        key = result.removeprefix("d")
+        return slopes(lambda one: self.plain(*{**tensors, key: one}.values()), tensors[key])
+
+    def known(self, result: str) -> list[tuple[str, Wrong]]:
+        """The mistakes in a result, each with its hint."""
+        of = {hint: one if isinstance(one, tuple) else (one,) for hint, one in self.mistakes.get(result, {}).items()}
+        return [(hint, wrong) for hint, wrongs in of.items() for wrong in wrongs]
+
+    def on_ranks(self, result: str, whole: np.ndarray, mesh: Mesh) -> list[np.ndarray]:
+        """Each rank's piece of a whole result or gradient."""
+        of = {**self.results, **self.also, **{f"d{key}": self.specs[key] for key in self.gradients}}
+        return split(whole, of[result], mesh)
+
+    def seen(self, result: str, tensors: Tensors, mesh: Mesh) -> list[Seen]:
+        """A trial with these arguments, as each rank sees it."""
+        pieces = {key: split(array, self.specs[key], mesh) for key, array in tensors.items()}
+        wants = self.on_ranks(result, self.right(result, tensors), mesh)
+        owns = [{key: pieces[key][rank] for key in pieces} for rank in mesh.ranks]
+        return [Seen(self, result, tensors, owns[rank], wants[rank], mesh, rank) for rank in mesh.ranks]
+
+
+def own_part(seen: Seen) -> np.ndarray:
     """The mistake of keeping the result of this rank's own pieces."""
-    return Mistake(result, hint, lambda seen: plain(seen.own)[result])
+    return seen.of(seen.own)
 
 
-def added_up_again(result: str, axis: Axis, hint: str) -> Mistake:
-    """The mistake of adding up copies that are the same on every rank of `axis`: R times too large."""
-    return Mistake(result, hint, lambda seen: seen.want * seen.mesh.axis_size(axis))
+def added_up_again(seen: Seen) -> np.ndarray:
+    """The mistake of adding up copies that are the same on every rank: R times too large."""
+    return seen.want * seen.size
 
 
-def a_mean(result: str, axis: Axis, hint: str) -> Mistake:
-    """The mistake of dividing a sum by the number of ranks along `axis`."""
-    return Mistake(result, hint, lambda seen: seen.want / seen.mesh.axis_size(axis))
-
-
-def added_over(result: str, axis: Axis, dim: int, plain: Callable[[Tensors], Tensors], hint: str) -> Mistake:
-    """The mistake of adding up different pieces, split over `axis` along `dim`, as if they were copies."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        return np.sum(np.split(plain(seen.tensors)[result], seen.mesh.axis_size(axis), axis=dim), axis=0)
-
-    return Mistake(result, hint, wrong)
+def added_over(dim: int) -> Wrong:
+    """The mistake of adding up different pieces, split along `dim`, as if they were copies."""
+    return lambda seen: np.sum(seen.parts(seen.of(seen.tensors), dim), axis=0)
 
 
 RING = ("ring_all_reduce", "ring_all_gather", "ring_reduce_scatter")
 """The library's collectives that are made of hops, which a trace does not show as collectives."""
 
 
-def bytes_of_a_sum(tensor: np.ndarray, mesh: Mesh) -> int:
-    """The bytes that all ranks together send to add up a tensor over `tp`: 2(R-1) times its size in every group.
+def bytes_to_gather(tensor: np.ndarray, mesh: Mesh, axis: Axis = "tp") -> int:
+    """The bytes that all ranks together send to gather a tensor over an axis, or to reduce it to pieces: R - 1 times
+    its size in every group."""
+    num_ranks = mesh.axis_size(axis)
+    return (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)
 
-    An all_gather and a reduce_scatter of it together send just as many.
-    """
-    num_ranks = mesh.axis_size("tp")
-    return 2 * (num_ranks - 1) * tensor.nbytes * (mesh.size // num_ranks)
+
+def bytes_of_a_sum(tensor: np.ndarray, mesh: Mesh, axis: Axis = "tp") -> int:
+    """The same to add it up on every rank, which is as much as to reduce and to gather it."""
+    return 2 * bytes_to_gather(tensor, mesh, axis)

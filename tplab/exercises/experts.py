@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import grade
-from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
+from tplab.exercises.exercise import Exercise, Seen, Tensors, Wrong, bytes_of_a_sum
 from tplab.exercises.verdict import Case, Verdict, check, compare, on, refuse, right
 from tplab.experts import Placement, contiguous, rows_between
 from tplab.mesh import Mesh
@@ -28,42 +28,32 @@ def _gradients(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: rng.normal(size=size) for name, size in sizes.items()}
 
 
-def _of_ranks(tensors: Tensors) -> tuple[np.ndarray, np.ndarray]:
-    """The gradients by rank [ranks, E, D], and those of experts by position along dp [dp, E, D, D]."""
-    ranks = len(tensors["experts"]) // EXPERTS
-    router = tensors["router"].reshape(ranks, -1, 3)
-    return router, tensors["experts"].reshape(-1, router.shape[1], 3, 3)
-
-
-def _averaged(tensors: Tensors) -> Tensors:
-    router, experts = _of_ranks(tensors)
-    return {"router": router.mean(0), "experts": experts.sum(0) / len(router)}
+def _averaged(router: np.ndarray, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The router's gradients averaged over ranks; those of experts added up along dp, and divided by the ranks."""
+    ranks = len(experts) // EXPERTS
+    router = router.reshape(ranks, -1, 3)
+    return router.mean(0), experts.reshape(-1, router.shape[1], 3, 3).sum(0) / ranks
 
 
 def _fewest(mesh: Mesh, tensors: Tensors) -> int:
     """Bytes of two sums: of the router's gradients over all ranks, and of the experts' over each group of copies."""
-    router = 2 * (mesh.size - 1) * tensors["router"].nbytes // mesh.size
-    return router + 2 * (mesh.axis_size("dp") - 1) * tensors["experts"].nbytes // mesh.axis_size("dp")
+    router, experts = (np.array_split(tensors[name], mesh.size)[0] for name in ("router", "experts"))
+    return bytes_of_a_sum(router, mesh, ("dp", "ep")) + bytes_of_a_sum(experts, mesh, "dp")
 
 
-def _experts(by: Callable[[np.ndarray, Mesh], np.ndarray]) -> Callable[[Seen], np.ndarray]:
-    """A rank's part of `by(gradients of experts [dp, E, D, D], mesh)`."""
+def _times(by: Callable[[int, int], float]) -> Wrong:
+    """The right gradient, times by(dp, ep)."""
+    return lambda seen: seen.want * by(*seen.mesh.shape.values())
+
+
+def _mean_over(axis: str, other: str) -> Wrong:
+    """The mean over the ranks along one axis, which are at the same place along the other."""
 
     def wrong(seen: Seen) -> np.ndarray:
-        found = by(_of_ranks(seen.tensors)[1], seen.mesh)
-        return np.split(found, seen.mesh.axis_size("ep"))[seen.mesh.index(seen.rank, "ep")]
+        whole = seen.tensors[seen.result].reshape(*seen.mesh.shape.values(), *seen.want.shape)
+        return whole.mean(seen.mesh.axis_names.index(axis))[seen.mesh.index(seen.rank, other)]
 
     return wrong
-
-
-def _over_ep(seen: Seen) -> np.ndarray:
-    """The mean over the ranks with the same position along dp."""
-    dp, ep = seen.mesh.shape.values()
-    return seen.tensors["experts"].reshape(dp, ep, EXPERTS, 3, 3)[seen.mesh.index(seen.rank, "dp")].mean(0)
-
-
-def _mixed(seen: Seen) -> np.ndarray:
-    return seen.tensors["experts"].reshape(-1, EXPERTS, 3, 3).mean(0)
 
 
 AVERAGE = Exercise(
@@ -74,88 +64,52 @@ AVERAGE = Exercise(
     results={"router": P(), "experts": P("ep")},
     meshes=MESHES,
     fewest=_fewest,
-    mistakes=(
-        Mistake(
-            "experts",
+    mistakes={
+        "experts": {
             "The experts' gradients are averaged over their copies, along dp. But the tokens of all ranks are in\n"
-            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?",
-            _experts(lambda experts, mesh: experts.mean(0)),
-        ),
-        Mistake(
-            "experts",
-            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.",
-            _experts(lambda experts, mesh: experts.mean(0) * mesh.axis_size("ep")),
-        ),
-        Mistake(
-            "experts",
-            "The experts' gradients are averaged over ranks that hold different experts. Which ranks hold copies?",
-            _mixed,
-        ),
-        Mistake(
-            "experts",
-            "The experts' gradients are added up over their copies, and not divided yet.",
-            _experts(lambda experts, mesh: experts.sum(0)),
-        ),
-        Mistake(
-            "experts",
-            "Now the experts' gradients are divided by the number of ranks along dp once too often.",
-            _experts(lambda experts, mesh: experts.mean(0) / mesh.size),
-        ),
-        Mistake(
-            "experts",
-            "Their mean over the copies is divided by 2. How many ranks share the experts here?",
-            _experts(lambda experts, mesh: experts.mean(0) / 2),
-        ),
-        Mistake(
-            "experts",
-            "Their sum over the copies is divided by the ranks along dp twice, and not by those along ep.",
-            _experts(lambda experts, mesh: experts.mean(0) / mesh.axis_size("dp")),
-        ),
-        Mistake(
-            "experts",
-            "Their sum over the copies is divided by the ranks along ep alone. The losses of all ranks are in it.",
-            _experts(lambda experts, mesh: experts.sum(0) / mesh.axis_size("ep")),
-        ),
-        Mistake(
-            "experts",
-            "Copies of an expert, along dp, have seen different tokens. Add up their gradients before you divide.",
-            lambda seen: seen.own["experts"] / seen.mesh.size,
-        ),
-        Mistake(
-            "experts",
-            "Copies of an expert, along dp, have seen different tokens. Add up their gradients; divide by all ranks.",
-            lambda seen: seen.own["experts"] / seen.mesh.axis_size("ep"),
-        ),
-        Mistake(
-            "experts",
-            "The experts' gradients are averaged over ranks that hold different experts, those along ep.",
-            _over_ep,
-        ),
-        Mistake(
-            "router",
-            "The router's gradients are averaged, and then divided by the ranks along ep once more.",
-            lambda seen: seen.want / seen.mesh.axis_size("ep"),
-        ),
-        Mistake(
-            "router",
-            "The router's gradients are added up. Each rank's loss is a mean, so take their mean.",
-            lambda seen: _of_ranks(seen.tensors)[0].sum(0),
-        ),
-        Mistake(
-            "router",
-            "This is the gradient of this rank's own loss. The router belongs to all ranks.",
-            lambda seen: seen.own["router"],
-        ),
-        Mistake(
-            "router",
-            "Every rank holds the whole router, so its gradient is the mean over all ranks.",
-            lambda seen: (
-                _of_ranks(seen.tensors)[0]
-                .reshape(*seen.mesh.shape.values(), -1, 3)
-                .mean(0)[seen.mesh.index(seen.rank, "ep")]
+            "them, and each of these ranks' losses is a mean. By which number must their sum be divided?": _times(
+                lambda dp, ep: ep
             ),
-        ),
-    ),
+            "Their mean over the copies is multiplied by the ranks along ep. Divide it by them.": _times(
+                lambda dp, ep: ep * ep
+            ),
+            "The experts' gradients are averaged over ranks that hold different experts. Which ranks hold "
+            "copies?": lambda seen: seen.tensors["experts"].reshape(-1, EXPERTS, 3, 3).mean(0),
+            "The experts' gradients are added up over their copies, and not divided yet.": _times(
+                lambda dp, ep: dp * ep
+            ),
+            "Now the experts' gradients are divided by the number of ranks along dp once too often.": _times(
+                lambda dp, ep: 1 / dp
+            ),
+            "Their mean over the copies is divided by 2. How many ranks share the experts here?": _times(
+                lambda dp, ep: ep / 2
+            ),
+            "Their sum over the copies is divided by the ranks along dp twice, and not by those along ep.": _times(
+                lambda dp, ep: ep / dp
+            ),
+            "Their sum over the copies is divided by the ranks along ep alone. The losses of all ranks are in "
+            "it.": _times(lambda dp, ep: dp),
+            "Copies of an expert, along dp, have seen different tokens. Add up their gradients before you "
+            "divide.": lambda seen: seen.own["experts"] / seen.mesh.size,
+            "Copies of an expert, along dp, have seen different tokens. Add up their gradients; divide by all "
+            "ranks.": lambda seen: seen.own["experts"] / seen.mesh.axis_size("ep"),
+            "The experts' gradients are averaged over ranks that hold different experts, those along ep.": _mean_over(
+                "ep", "dp"
+            ),
+        },
+        "router": {
+            "The router's gradients are averaged, and then divided by the ranks along ep once more.": _times(
+                lambda dp, ep: 1 / ep
+            ),
+            "The router's gradients are added up. Each rank's loss is a mean, so take their mean.": _times(
+                lambda dp, ep: dp * ep
+            ),
+            "This is the gradient of this rank's own loss. The router belongs to all ranks.": lambda seen: seen.own[
+                "router"
+            ],
+            "Every rank holds the whole router, so its gradient is the mean over all ranks.": _mean_over("dp", "ep"),
+        },
+    },
 )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import RING, Exercise, Framework, Mistake, Seen, Tensors
+from tplab.exercises.exercise import RING, Exercise, Framework, Seen, Tensors, own_part
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -24,37 +25,16 @@ def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {"x": first + step * rng.permutation(mesh.size)}
 
 
-def _met(seen: Seen, num_hops: int) -> np.ndarray:
-    """The numbers that a rank has seen after this many hops up the ring."""
-    index = seen.mesh.index(seen.rank, "ring")
-    return np.array([seen.tensors["x"][(index - hop) % len(seen.tensors["x"])] for hop in range(max(0, num_hops) + 1)])
+def _met(seen: Seen, num_hops: int | None = None) -> np.ndarray:
+    """The numbers that a rank has seen after this many hops up the ring, or after R - 1."""
+    num_hops = seen.size - 1 if num_hops is None else max(0, num_hops)
+    return np.array([seen.tensors["x"][(seen.index - hop) % seen.size] for hop in range(num_hops + 1)])
 
 
 TOO_FEW = "The number of the next rank is missing: it needs R - 1 hops, and the last number to arrive counts too."
 SEVEN = (
     "These are seven hops, which is right on eight ranks. The check uses rings of several lengths: axis_size gives R."
 )
-
-
-def _on_a_ring(
-    name: str,
-    tensors: Callable[[np.random.Generator, Mesh], Tensors],
-    plain: Callable[[Tensors], Tensors],
-    mistakes: tuple[Mistake, ...],
-) -> Exercise:
-    """One number per rank -> one result, the same on every rank, made of hops; each number makes R - 1 of them."""
-    return Exercise(
-        name=name,
-        tensors=tensors,
-        specs={"x": P("ring")},
-        plain=plain,
-        results={"result": P()},
-        mistakes=mistakes,
-        meshes=MESHES,
-        by_hand="`ring_shift`, one hop at a time",
-        not_with=RING,
-        fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,
-    )
 
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
@@ -65,52 +45,34 @@ def _counted_often(seen: Seen) -> np.ndarray:
     sums = seen.tensors["x"]
     for _ in sums[1:]:
         sums = sums + np.roll(sums, 1)
-    return sums[[seen.mesh.index(seen.rank, "ring")]]
+    return sums[[seen.index]]
 
 
-TOTAL = _on_a_ring(
-    "total_of_ring",
-    lambda rng, mesh: {"x": 10 + rng.permutation(mesh.size).astype(float)},
-    lambda tensors: {"result": tensors["x"].sum(keepdims=True)},
-    (
-        Mistake(
-            "result",
+TOTAL = Exercise(
+    name="total_of_ring",
+    tensors=lambda rng, mesh: {"x": 10 + rng.permutation(mesh.size).astype(float)},
+    specs={"x": P("ring")},
+    plain=lambda x: x.sum(keepdims=True),
+    results={"result": P()},
+    meshes=MESHES,
+    by_hand="`ring_shift`, one hop at a time",
+    not_with=RING,
+    fewest=lambda mesh, tensors: (mesh.size - 1) * tensors["x"].nbytes,  # each number makes R - 1 hops
+    mistakes={
+        "result": {
             "Some numbers are counted more than once: the sum that arrives and the sum that you add it to have numbers "
-            "in common.\nWhich number is certainly not in the sum that arrives?",
-            _counted_often,
-        ),
-        Mistake(
-            "result",
-            "This is the rank's own number: nothing that arrives is added to it.",
-            lambda seen: seen.own["x"],
-        ),
-        Mistake(
-            "result",
+            "in common.\nWhich number is certainly not in the sum that arrives?": _counted_often,
+            "This is the rank's own number: nothing that arrives is added to it.": own_part,
             "The same number arrives in every hop: each rank sends its own again. Pass on the number that has just "
-            "arrived.",
-            lambda seen: seen.own["x"] + (len(seen.tensors["x"]) - 1) * _met(seen, 1)[-1:],
-        ),
-        Mistake(
-            "result",
-            TOO_FEW,
-            lambda seen: _met(seen, len(seen.tensors["x"]) - 2).sum(keepdims=True),
-        ),
-        Mistake(
-            "result",
-            SEVEN,
-            lambda seen: _met(seen, 7).sum(keepdims=True),
-        ),
-        Mistake(
-            "result",
-            "The rank's own number is counted twice. Is there one hop too many?",
-            lambda seen: seen.want + seen.own["x"],
-        ),
-        Mistake(
-            "result",
-            "This is the number that arrived last. Add up all that arrive.",
-            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[-1:],
-        ),
-    ),
+            "arrived.": lambda seen: seen.own["x"] + (seen.size - 1) * _met(seen, 1)[-1:],
+            TOO_FEW: lambda seen: _met(seen, seen.size - 2).sum(keepdims=True),
+            SEVEN: lambda seen: _met(seen, 7).sum(keepdims=True),
+            "The rank's own number is counted twice. Is there one hop too many?": lambda seen: (
+                seen.want + seen.own["x"]
+            ),
+            "This is the number that arrived last. Add up all that arrive.": lambda seen: _met(seen)[-1:],
+        }
+    },
 )
 
 
@@ -138,47 +100,36 @@ def check_total(fn: Callable[..., Any], framework: Framework = "torch") -> Verdi
 # --- the exercise --------------------------------------------------------------------------------------------------
 
 
-LARGEST = _on_a_ring(
-    "largest",
-    _tensors,
-    lambda tensors: {"result": tensors["x"].max(keepdims=True)},
-    (
-        Mistake(
-            "result",
-            "This is the rank's own number: nothing that arrives is compared with it.",
-            lambda seen: seen.own["x"],
-        ),
-        Mistake(
-            "result",
-            "Here all numbers are negative, and your largest so far began at zero. Begin with the rank's own number.",
-            lambda seen: np.maximum(seen.want, 0),
-        ),
-        Mistake("result", TOO_FEW, lambda seen: _met(seen, len(seen.tensors["x"]) - 2).max(keepdims=True)),
-        Mistake("result", SEVEN, lambda seen: _met(seen, 7).max(keepdims=True)),
-        *(
-            Mistake(
-                "result",
-                f"The rank's own number is missing: this is the largest of those that arrive{also}.",
-                lambda seen, least=least: _met(seen, len(seen.tensors["x"]) - 1)[1:].max(keepdims=True, initial=least),
-            )
-            for least, also in ((0, ", and of 0"), (-np.inf, ""))
-        ),
-        Mistake(
-            "result",
-            "This is the largest of two numbers. Pass on the number that has just arrived.",
-            lambda seen: _met(seen, 1).max(keepdims=True),
-        ),
-        Mistake(
-            "result",
-            "This is the number that arrived last. Compare each one with the largest so far.",
-            lambda seen: _met(seen, len(seen.tensors["x"]) - 1)[-1:],
-        ),
-        Mistake(
-            "result",
-            "This is the sum of the ring. Keep the larger of two numbers (torch.maximum) instead of adding them.",
-            lambda seen: seen.tensors["x"].sum(keepdims=True),
-        ),
-    ),
+LARGEST = replace(
+    TOTAL,
+    name="largest",
+    tensors=_tensors,
+    plain=lambda x: x.max(keepdims=True),
+    mistakes={
+        "result": {
+            "This is the rank's own number: nothing that arrives is compared with it.": own_part,
+            "Here all numbers are negative, and your largest so far began at zero. Begin with the rank's own number.": (
+                lambda seen: np.maximum(seen.want, 0)
+            ),
+            TOO_FEW: lambda seen: _met(seen, seen.size - 2).max(keepdims=True),
+            SEVEN: lambda seen: _met(seen, 7).max(keepdims=True),
+            "The rank's own number is missing: this is the largest of those that arrive, and of 0.": (
+                lambda seen: _met(seen)[1:].max(keepdims=True, initial=0)
+            ),
+            "The rank's own number is missing: this is the largest of those that arrive.": (
+                lambda seen: _met(seen)[1:].max(keepdims=True, initial=-np.inf)
+            ),
+            "This is the largest of two numbers. Pass on the number that has just arrived.": (
+                lambda seen: _met(seen, 1).max(keepdims=True)
+            ),
+            "This is the number that arrived last. Compare each one with the largest so far.": lambda seen: _met(seen)[
+                -1:
+            ],
+            "This is the sum of the ring. Keep the larger of two numbers (torch.maximum) instead of adding them.": (
+                lambda seen: seen.tensors["x"].sum(keepdims=True)
+            ),
+        }
+    },
 )
 
 

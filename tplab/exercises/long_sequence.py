@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.trials import weight
+from tplab.exercises.exercise import Exercise, Seen, Wrong, bytes_to_gather
+from tplab.exercises.plain_block import attend, mixed
+from tplab.exercises.slopes import slopes
 from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -22,100 +23,39 @@ LIBRARY = ("ring_attention", "gather_attention", "head_attention", "head_ring_at
 WIDTH = 4
 
 
-def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    return {name: rng.standard_normal((3 * mesh.axis_size("cp"), WIDTH)) for name in NAMES}
-
-
-def _scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    return q @ k.T / np.sqrt(q.shape[-1])
-
-
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sees: np.ndarray | bool = True) -> np.ndarray:
-    """q [.., n, d], k, v [.., m, d], sees [n, m]: whether a query sees a key   ->   o [.., n, d], 0 if it sees none"""
-    scores = np.where(sees, q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
-    highest = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
-    return weights @ v / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-
-
-def _pieces(seen: Seen) -> list[dict[str, np.ndarray]]:
-    """The q, k and v of each rank of the ring."""
-    num_ranks = seen.mesh.axis_size("cp")
-    cut = {name: np.split(seen.tensors[name], num_ranks) for name in NAMES}
-    return [{name: cut[name][r] for name in NAMES} for r in range(num_ranks)]
-
-
-def _index(seen: Seen) -> int:
-    return seen.mesh.index(seen.rank, "cp")
-
-
 # --- the gradients -------------------------------------------------------------------------------------------------
 
 
-def _with_gradients(tensors: Tensors) -> Tensors:
-    """Attention without a mask, and the gradients of sum(o * weight(o))."""
-    q, k, v = (tensors[name] for name in NAMES)
-    o = attend(q, k, v)
-    dq, dk, dv = _tile_gradients(tensors, q, k, v, weight(o))
-    return {"o": o, "dq": dq, "dk": dk, "dv": dv}
+def _tile(seen: Seen, query: int, key: int) -> np.ndarray:
+    """The term of dq or dk from the tile of rank `query`'s queries and rank `key`'s keys."""
+    q, k, v = seen.tensors.values()
+    place, name = np.arange(len(q)) // len(seen.own["q"]), seen.result.removeprefix("d")
+    tile = (place[:, None] == query) & (place == key)
+
+    def through(one: np.ndarray) -> np.ndarray:
+        other = {**seen.tensors, name: one}
+        return mixed(np.where(tile, other["q"] @ other["k"].mT, q @ k.mT) / np.sqrt(WIDTH), v)
+
+    return seen.parts(slopes(through, seen.tensors[name]))[query if name == "q" else key]
 
 
-def _tile_gradients(
-    whole: Tensors, q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, rows: slice = slice(None)
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Terms of dq, dk and dv from the tile of queries q (`rows` of the whole) and keys k. do [n, d] belongs to q."""
-    scores = _scores(whole["q"], whole["k"])[rows]
-    highest = scores.max(-1, keepdims=True)
-    lse = highest + np.log(np.exp(scores - highest).sum(-1, keepdims=True))
-    o = attend(whole["q"], whole["k"], whole["v"])[rows]
-    p = np.exp(_scores(q, k) - lse)
-    ds = p * (do @ v.T - (do * o).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
-    return ds @ k, ds.T @ q, p.T @ do
-
-
-def _tile(seen: Seen, query: int, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The terms of dq, dk and dv from the tile of rank `query`'s queries and rank `key`'s keys."""
-    pieces = _pieces(seen)
-    size = len(pieces[0]["q"])
-    rows = slice(query * size, (query + 1) * size)
-    do = weight(attend(*(seen.tensors[name] for name in NAMES)))[rows]
-    return _tile_gradients(seen.tensors, pieces[query]["q"], pieces[key]["k"], pieces[key]["v"], do, rows)
-
-
-def _sum_of_tiles(seen: Seen, tiles: Callable[[int, int], tuple[int, int]], which: int) -> np.ndarray:
+def _sum_of_tiles(tiles: Callable[[int, int], tuple[int, int]]) -> Wrong:
     """The sum, over the ranks j of a ring, of the terms from tile `tiles(this rank, j)` = (query, key)."""
-    index = _index(seen)
-    return np.sum([_tile(seen, *tiles(index, j))[which] for j in range(seen.mesh.axis_size("cp"))], 0)
+    return lambda seen: np.sum([_tile(seen, *tiles(seen.index, j)) for j in range(seen.size)], 0)
 
 
 _STALE = (
     "Every tile of the backward pass was computed with this rank's own k and v: `ctx.saved_tensors` has those.\n"
     "k and v do travel around the ring. Which line should use them?"
 )
-_AT_HOME = "The gradients for keys of other ranks were added to this rank's own dk and dv. Whose keys were they?"
-_SHORT = (
-    "These are the gradients for another rank's keys. At every step, dk and dv must be where the keys are that they\n"
-    "belong to. How many hops take them all the way home?"
-)
-
-
 _TRAVEL = "dk and dv travel with the k and v that they belong to. Each rank adds to them what its tile gives."
-_LOCAL = "Only this rank's own tile was computed. Its queries have seen the keys of all ranks."
-
-
-def _on_its_way(seen: Seen, which: int, hops: int) -> np.ndarray:
-    """The right gradient, `hops` short of home."""
-    names = ("dq", "dk", "dv")
-    num_ranks = seen.mesh.axis_size("cp")
-    whole = np.split(_with_gradients(seen.tensors)[names[which]], num_ranks)
-    return whole[(_index(seen) + hops) % num_ranks]
 
 
 GRADIENTS = Exercise(
     name="attention",
-    tensors=_tensors,
+    tensors=lambda rng, mesh: {name: rng.standard_normal((3 * mesh.axis_size("cp"), WIDTH)) for name in NAMES},
     specs=dict.fromkeys(NAMES, TOKENS),
-    plain=_with_gradients,
+    plain=attend,
     results={"o": TOKENS},
     gradients=NAMES,
     not_with=LIBRARY,
@@ -126,14 +66,26 @@ GRADIENTS = Exercise(
     ),
     tolerance=1e-5,  # a program may compute in float32
     meshes=MESHES,
-    mistakes=(
-        Mistake("dq", _STALE, lambda seen: _sum_of_tiles(seen, lambda me, _: (me, me), 0)),
-        Mistake("dq", _LOCAL, lambda seen: _tile(seen, _index(seen), _index(seen))[0]),
-        Mistake("dk", _STALE, lambda seen: _sum_of_tiles(seen, lambda _, j: (j, j), 1)),
-        Mistake("dk", _AT_HOME, lambda seen: _sum_of_tiles(seen, lambda me, j: (me, j), 1)),
-        *(Mistake("dk", _SHORT, lambda seen, hops=hops: _on_its_way(seen, 1, hops)) for hops in (1, -1)),
-        Mistake("dk", "dk and dv are exchanged.", lambda seen: _on_its_way(seen, 2, 0)),
-    ),
+    mistakes={
+        "dq": {
+            _STALE: _sum_of_tiles(lambda me, _: (me, me)),
+            "Only this rank's own tile was computed. Its queries have seen the keys of all ranks.": lambda seen: _tile(
+                seen, seen.index, seen.index
+            ),
+        },
+        "dk": {
+            _STALE: _sum_of_tiles(lambda _, j: (j, j)),
+            "The gradients for keys of other ranks were added to this rank's own dk and dv. Whose keys were "
+            "they?": _sum_of_tiles(lambda me, j: (me, j)),
+            "These are the gradients for another rank's keys. At every step, dk and dv must be where the keys are "
+            "that they\n"
+            "belong to. How many hops take them all the way home?": (
+                lambda seen: seen.parts(seen.of(seen.tensors))[(seen.index + 1) % seen.size],
+                lambda seen: seen.parts(seen.of(seen.tensors))[seen.index - 1],
+            ),
+            "dk and dv are exchanged.": lambda seen: seen.part(seen.exercise.right("dv", seen.tensors)),
+        },
+    },
     reminders={
         "o": "The lab's forward pass is right. What is different in yours?",
         "dq": "dq is the sum of what all tiles add to it. A tile has this rank's q, do and o, its log-sum-exp over the "
@@ -196,77 +148,59 @@ def _held(answer: Answer, num_ranks: int, num_passes: int = 1) -> list[float]:
 # --- the causal ring -----------------------------------------------------------------------------------------------
 
 
-def _causal(tensors: Tensors) -> Tensors:
-    q, k, v = (tensors[name] for name in NAMES)
-    return {"o": attend(q, k, v, np.tri(len(q), dtype=bool))}
-
-
 Tile = tuple[int, bool]
 """(the rank whose k and v a tile uses, whether the tile is cut to a triangle)."""
 
 
 def _over(seen: Seen, tiles: Sequence[Tile]) -> np.ndarray:
     """Attention of this rank's queries over these tiles, merged."""
-    pieces = _pieces(seen)
-    own = pieces[_index(seen)]["q"]
-    k, v = (np.concatenate([pieces[rank][name] for rank, _ in tiles]) for name in "kv")
+    own = seen.own["q"]
+    k, v = (np.concatenate([seen.parts(seen.tensors[name])[rank] for rank, _ in tiles]) for name in "kv")
     mask = [np.tri(len(own), dtype=bool) if cut else np.ones((len(own), len(own)), bool) for _, cut in tiles]
     return attend(own, k, v, np.concatenate(mask, 1))
 
 
-def _instead(hint: str, tiles: Callable[[int, int], list[Tile]]) -> Mistake:
+def _merged(tiles: Callable[[int, int], list[Tile]]) -> Wrong:
     """The mistake of merging tiles(this rank, ranks)."""
-    return Mistake("o", hint, lambda seen: _over(seen, tiles(_index(seen), seen.mesh.axis_size("cp"))))
+    return lambda seen: _over(seen, tiles(seen.index, seen.size))
 
 
 def _parts(seen: Seen) -> list[np.ndarray]:
     """The right partial results, not merged."""
-    me = _index(seen)
-    return [_over(seen, [(j, j == me)]) for j in range(me + 1)]
+    return [_over(seen, [(j, j == seen.index)]) for j in range(seen.index + 1)]
 
 
 WEIGHED = "`merge` weighs them by their log-sum-exps."
 MERGED = "`merge` returns o and its log-sum-exp, and the next merge needs both."
 
-CAUSAL = Exercise(
+CAUSAL = replace(
+    GRADIENTS,
     name="causal_ring",
-    tensors=_tensors,
-    specs=dict.fromkeys(NAMES, TOKENS),
-    plain=_causal,
-    results={"o": TOKENS},
-    not_with=LIBRARY,
-    by_hand="hops (`ring_shift`)",
-    fewest=lambda mesh, tensors: (
-        (mesh.axis_size("cp") - 1) * 2 * tensors["k"].nbytes * (mesh.size // mesh.axis_size("cp"))
-    ),
-    tolerance=1e-5,
-    meshes=MESHES,
-    mistakes=(
-        _instead("Each token sees all others, later ones too.", lambda me, num: [(j, False) for j in range(num)]),
-        _instead(
-            "Each rank sees the tiles of the ranks after it. At step t, the keys are those of rank r - t.",
-            lambda me, num: [(j, j == me) for j in range(me, num)],
-        ),
-        _instead(
-            "Tiles of earlier ranks were cut to a triangle. All their keys are earlier than your queries.",
-            lambda me, num: [(j, True) for j in range(me + 1)],
-        ),
-        _instead(
-            "This rank's own tile is needed only below its diagonal: pass `causal=True` there.",
-            lambda me, num: [(j, False) for j in range(me + 1)],
-        ),
-        _instead(
-            "Each rank sees its own tile alone. Merge those that come from earlier ranks.", lambda me, num: [(me, True)]
-        ),
-        _instead(
-            "Every tile is there but that of rank 0's keys. At which step do these arrive?",
-            lambda me, num: [(j, j == me) for j in range(min(1, me), me + 1)],
-        ),
-        *(
-            Mistake("o", f"The partial results were {how}. {WEIGHED}", lambda seen, by=by: by(_parts(seen), 0))
-            for how, by in (("averaged", np.mean), ("added up", np.sum))
-        ),
-    ),
+    plain=lambda q, k, v: attend(q, k, v, np.tri(len(q), dtype=bool)),
+    gradients=(),
+    fewest=lambda mesh, tensors: 2 * bytes_to_gather(tensors["k"], mesh, "cp"),
+    mistakes={
+        "o": {
+            "Each token sees all others, later ones too.": _merged(lambda me, num: [(j, False) for j in range(num)]),
+            "Each rank sees the tiles of the ranks after it. At step t, the keys are those of rank r - t.": _merged(
+                lambda me, num: [(j, j == me) for j in range(me, num)]
+            ),
+            "Tiles of earlier ranks were cut to a triangle. All their keys are earlier than your queries.": _merged(
+                lambda me, num: [(j, True) for j in range(me + 1)]
+            ),
+            "This rank's own tile is needed only below its diagonal: pass `causal=True` there.": _merged(
+                lambda me, num: [(j, False) for j in range(me + 1)]
+            ),
+            "Each rank sees its own tile alone. Merge those that come from earlier ranks.": _merged(
+                lambda me, num: [(me, True)]
+            ),
+            "Every tile is there but that of rank 0's keys. At which step do these arrive?": _merged(
+                lambda me, num: [(j, j == me) for j in range(min(1, me), me + 1)]
+            ),
+            f"The partial results were averaged. {WEIGHED}": lambda seen: np.mean(_parts(seen), 0),
+            f"The partial results were added up. {WEIGHED}": lambda seen: np.sum(_parts(seen), 0),
+        },
+    },
     reminders={
         "o": "After t hops, k and v are those of rank r - t. An earlier rank's tile is needed whole, your own below\n"
         "its diagonal, and a later one not at all. " + MERGED

@@ -8,16 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Verdict, grade
-from tplab.exercises.exercise import (
-    Exercise,
-    Framework,
-    Mistake,
-    Seen,
-    Tensors,
-    added_over,
-    bytes_of_a_sum,
-    own_part,
-)
+from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors, Wrong, added_over, bytes_of_a_sum, own_part
 from tplab.exercises.plain_block import (
     BLOCK_SPECS,
     TOLERANCE,
@@ -25,34 +16,15 @@ from tplab.exercises.plain_block import (
     causal_attention,
     gelu_mlp,
     one_norm,
-    own_weights,
     rms_norm,
 )
-from tplab.exercises.split_a_layer import APART, bias_mistakes
-from tplab.exercises.trials import weight
+from tplab.exercises.slopes import slopes, weight
+from tplab.exercises.split_a_layer import APART, OF_A_BIAS
 from tplab.sharding import P
 
 ROWS = P("tp")
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
-
-
-def _down(tensors: Tensors) -> Tensors:
-    """y = hidden @ b + bias, and the gradients of sum(y * weight)."""
-    hidden, b, bias = (tensors[name] for name in ("hidden", "b", "bias"))
-    y = hidden @ b + bias
-    dy = weight(y)
-    db = np.tensordot(hidden, dy, ([0, 1], [0, 1]))
-    return {"y": y, "dhidden": dy @ b.T, "db": db, "dbias": dy.sum((0, 1))}
-
-
-def _added_before(seen: Seen) -> np.ndarray:
-    return seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["bias"]
-
-
-def _mean(seen: Seen) -> np.ndarray:
-    """The mean of the ranks' terms, plus the bias."""
-    return seen.own["bias"] + (seen.want - seen.own["bias"]) / seen.mesh.axis_size("tp")
 
 
 DOWN = Exercise(
@@ -63,27 +35,28 @@ DOWN = Exercise(
         "bias": np.array([10.0, 20.0, 30.0, 40.0]),
     },
     specs={"hidden": P(None, None, "tp"), "b": ROWS, "bias": P()},
-    plain=_down,
+    plain=lambda hidden, b, bias: hidden @ b + bias,
     results={"y": P()},
     gradients=("hidden", "b", "bias"),
-    mistakes=(
-        Mistake(
-            "y",
-            "y has the bias once per rank: each rank adds it to its own term, and then the terms are added.",
-            _added_before,
-        ),
-        Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
-        Mistake("y", "These are the mean of the ranks' terms and the bias. Add the terms up.", _mean),
-        Mistake(
-            "y",
-            "y has the bias R times too often: each rank adds it before the sum, and it is added once more after it.",
-            lambda seen: seen.want + seen.mesh.axis_size("tp") * seen.own["bias"],
-        ),
-        own_part(_down, "y", "This is this rank's own term and the bias: the sum over the ranks is missing."),
-        *bias_mistakes(),
-        added_over("dhidden", "tp", 2, _down, APART),
-    ),
-    fewest=lambda mesh, tensors: bytes_of_a_sum(_down(tensors)["y"], mesh),
+    mistakes={
+        "y": {
+            "y has the bias once per rank: each rank adds it to its own term, and then the terms are added.": (
+                lambda seen: seen.want + (seen.size - 1) * seen.own["bias"]
+            ),
+            "The bias is missing.": lambda seen: seen.want - seen.own["bias"],
+            "These are the mean of the ranks' terms and the bias. Add the terms up.": (
+                lambda seen: seen.own["bias"] + (seen.want - seen.own["bias"]) / seen.size
+            ),
+            "y has the bias R times too often: each rank adds it before the sum, and it is added once more after "
+            "it.": lambda seen: seen.want + seen.size * seen.own["bias"],
+            "This is this rank's own term and the bias: the sum over the ranks is missing.": own_part,
+        },
+        "dbias": OF_A_BIAS,
+        "dhidden": {
+            APART: added_over(2),
+        },
+    },
+    fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["hidden"] @ tensors["b"], mesh),
     divided="tp",
     not_with=("RowParallelLinear",),
 )
@@ -100,21 +73,24 @@ def check_down(fn: Callable[..., Any], framework: Framework = "torch") -> Verdic
 # --- a block with one norm -----------------------------------------------------------------------------------------
 
 
-def _two_norms(tensors: Tensors) -> np.ndarray:
+def _two_norms(seen: Seen) -> np.ndarray:
     """The result if the MLP reads the sum of x and attention."""
-    x = tensors["x"]
-    x = x + causal_attention(rms_norm(x, tensors["scale"])[0], tensors)[0]
-    return x + gelu_mlp(rms_norm(x, tensors["scale"])[0], tensors)[0]
+    x, scale, *heads, a, b = seen.tensors.values()
+    x = x + causal_attention(rms_norm(x, scale), *heads)
+    return x + gelu_mlp(rms_norm(x, scale), a, b)
 
 
-def _one_way(summed: str, alone: str, hint: str) -> Mistake:
+def _through(tensors: Tensors, path: str) -> np.ndarray:
+    """The part of dx that comes through attention, or through the MLP."""
+    x, scale, *heads, a, b = tensors.values()
+    if path == "attention":
+        return slopes(lambda one: causal_attention(rms_norm(one, scale), *heads), x)
+    return slopes(lambda one: gelu_mlp(rms_norm(one, scale), a, b), x)
+
+
+def _one_way(summed: str, alone: str) -> Wrong:
     """The mistake of adding up the gradients of only one of the paths from h, through attention or the MLP."""
-
-    def wrong(seen: Seen) -> np.ndarray:
-        whole, own = one_norm(seen.tensors), own_weights(seen)
-        return whole["residual"] + whole[f"through {summed}"] + own[f"through {alone}"]
-
-    return Mistake("dx", hint, wrong)
+    return lambda seen: weight(seen.want) + _through(seen.tensors, summed) + _through(seen.own, alone)
 
 
 PARALLEL_BLOCK = Exercise(
@@ -124,53 +100,39 @@ PARALLEL_BLOCK = Exercise(
     plain=one_norm,
     results={"y": P()},
     gradients=tuple(BLOCK_SPECS),
-    mistakes=(
-        own_part(one_norm, "y", "This is x and this rank's own terms: the sum over the ranks is missing."),
-        Mistake(
-            "y",
+    mistakes={
+        "y": {
+            "This is x and this rank's own terms: the sum over the ranks is missing.": own_part,
             "y has x once per rank. Every rank has all of x, so add up only the terms of the heads and of the "
-            "hidden features.",
-            lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["x"],
-        ),
-        Mistake("y", "x itself is missing: y = x + ...", lambda seen: seen.want - seen.own["x"]),
-        Mistake(
-            "y",
-            "In your block the MLP reads what attention has written. In this exercise both read the same h.",
-            lambda seen: _two_norms(seen.tensors),
-        ),
-        Mistake(
-            "dx",
-            "This is this rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do that?",
-            lambda seen: own_weights(seen)["dx"],
-        ),
-        Mistake(
-            "dx",
+            "hidden features.": lambda seen: seen.want + (seen.size - 1) * seen.own["x"],
+            "x itself is missing: y = x + ...": lambda seen: seen.want - seen.own["x"],
+            "In your block the MLP reads what attention has written. In this exercise both read the same "
+            "h.": _two_norms,
+        },
+        "dx": {
+            "This is this rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do "
+            "that?": own_part,
             "The gradient of the residual is added up as well, although it is the same on every rank. f belongs where "
-            "divided work begins, after the norm.",
-            lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * weight(seen.want),
-        ),
-        Mistake(
-            "dx",
+            "divided work begins, after the norm.": lambda seen: seen.want + (seen.size - 1) * weight(seen.want),
             "y is right, but the gradient of the residual is R times too small: each rank adds 1/R of x, and receives "
-            "the gradient of that part only.\nAdd x after the sum.",
-            lambda seen: seen.want - (1 - 1 / seen.mesh.axis_size("tp")) * weight(seen.want),
-        ),
-        Mistake(
-            "dx",
+            "the gradient of that part only.\nAdd x after the sum.": lambda seen: (
+                seen.want - (1 - 1 / seen.size) * weight(seen.want)
+            ),
             "What comes through the heads and the hidden features is R times too large: dy is the same on every rank, "
             "and it was added up.\nThe backward pass of reduce_from does not add; that of ring_all_reduce or "
-            "all_gather does.",
-            lambda seen: seen.mesh.axis_size("tp") * (seen.want - weight(seen.want)) + weight(seen.want),
-        ),
-        _one_way("attention", "mlp", "The gradients that come through attention are added up, but h also goes to a."),
-        _one_way("mlp", "attention", "The gradients that come through a are added up, but h also goes to the heads."),
-        Mistake(
-            "dscale",
+            "all_gather does.": lambda seen: seen.size * (seen.want - weight(seen.want)) + weight(seen.want),
+            "The gradients that come through attention are added up, but h also goes to a.": _one_way(
+                "attention", "mlp"
+            ),
+            "The gradients that come through a are added up, but h also goes to the heads.": _one_way(
+                "mlp", "attention"
+            ),
+        },
+        "dscale": {
             "y and dx are right, but the gradient of scale is this rank's own part, because f is before the norm.\n"
-            "Put f after the norm.",
-            lambda seen: own_weights(seen)["dscale"],
-        ),
-    ),
+            "Put f after the norm.": own_part,
+        },
+    },
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),
     excess=(
         "Attention and the MLP read the same h, and their terms are added to each other: one sum forward and one "

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
-from tplab.exercises.trials import trials, weight
+from tplab.exercises.exercise import Exercise, Framework, Seen, Wrong, own_part
+from tplab.exercises.slopes import weight
+from tplab.exercises.trials import trials
 from tplab.exercises.verdict import on, refuse
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -22,21 +23,15 @@ MESHES = (Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=2), Mesh(no
 # --- a bug to repair: a step of hybrid sharding --------------------------------------------------------------------
 
 
-def _stepped(tensors: Tensors) -> np.ndarray:
-    """The weights after a step with the sum of the gradients in `tensors`."""
-    weights = tensors["weights"]
-    return weights - 0.1 * tensors["gradient"].reshape(-1, weights.size).sum(0)
-
-
-def _added_along(axis: str, hint: str) -> Mistake:
+def _added_along(axis: str) -> Wrong:
     """The mistake of adding up the gradients of this rank's group along one axis."""
 
     def wrong(seen: Seen) -> np.ndarray:
         gpus = seen.mesh.axis_size("gpu")
         table, (node, gpu) = seen.tensors["gradient"].reshape(-1, gpus, 2 * seen.mesh.size), divmod(seen.rank, gpus)
-        return _stepped(seen.tensors | {"gradient": table[:, gpu] if axis == "node" else table[node]})
+        return seen.of(seen.tensors | {"gradient": table[:, gpu] if axis == "node" else table[node]})
 
-    return Mistake("new", hint, wrong)
+    return wrong
 
 
 HYBRID_STEP = Exercise(
@@ -46,21 +41,21 @@ HYBRID_STEP = Exercise(
         "gradient": rng.integers(-9, 10, 2 * mesh.size**2).astype(float),
     },
     specs={"weights": P(), "gradient": P(("node", "gpu"))},
-    plain=lambda tensors: {"new": _stepped(tensors)},
+    plain=lambda weights, gradient: weights - 0.1 * gradient.reshape(-1, weights.size).sum(0),
     results={"new": P()},
     reminders={"new": "Which piece of the weights belongs to the piece of the gradient that a GPU has?"},
     is_precise=True,
     meshes=MESHES,
-    mistakes=(
-        Mistake("new", "Each rank makes a step with its own gradient.", lambda seen: _stepped(seen.own)),
-        _added_along("gpu", "The gradients of a node are added up, but not those of other nodes."),
-        _added_along("node", "Gradients are added up across the nodes, but not inside a node."),
-        Mistake(
-            "new",
-            "The step is made with the mean of the gradients. Here it takes their sum.",
-            lambda seen: _stepped(seen.tensors | {"gradient": seen.tensors["gradient"] / seen.mesh.size}),
-        ),
-    ),
+    mistakes={
+        "new": {
+            "Each rank makes a step with its own gradient.": own_part,
+            "The gradients of a node are added up, but not those of other nodes.": _added_along("gpu"),
+            "Gradients are added up across the nodes, but not inside a node.": _added_along("node"),
+            "The step is made with the mean of the gradients. Here it takes their sum.": lambda seen: seen.of(
+                seen.tensors | {"gradient": seen.tensors["gradient"] / seen.mesh.size}
+            ),
+        }
+    },
 )
 
 
@@ -101,24 +96,20 @@ GATHER_ALL = Exercise(
     name="gather_all",
     tensors=lambda rng, mesh: {"x": rng.integers(0, 10, (mesh.size, 2 + mesh.axis_size("gpu"))).astype(float)},
     specs={"x": P(("node", "gpu"))},
-    plain=lambda tensors: {"y": tensors["x"]},
+    plain=lambda x: x,
     results={"y": P()},
     is_precise=True,
     meshes=MESHES,
-    mistakes=(
-        Mistake(
-            "y",
+    mistakes={
+        "y": {
             "All rows are there, ordered by GPU and then by node. Row r must come from rank r, that is, ordered by "
-            "node and then by GPU.",
-            _gpus_first,
-        ),
-        Mistake(
-            "y",
+            "node and then by GPU.": _gpus_first,
             "All rows are there, but in the wrong order. They arrive ordered by GPU and then by node, so `reshape` "
-            "them to [GPUs, nodes, n], and not to [nodes, GPUs, n].",
-            lambda seen: _gpus_first(replace(seen, want=_gpus_first(seen))),
-        ),
-    ),
+            "them to [GPUs, nodes, n], and not to [nodes, GPUs, n].": lambda seen: _gpus_first(
+                replace(seen, want=_gpus_first(seen))
+            ),
+        },
+    },
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import numpy as np
 from tplab.cost.kernels import matmul_flops
 from tplab.exercises.check import Answer, Verdict, grade
 from tplab.exercises.drawn import Timed
-from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.trials import weight
+from tplab.exercises.exercise import Exercise, Seen
+from tplab.exercises.slopes import weight
 from tplab.exercises.verdict import Refused, on
 from tplab.mesh import Mesh
 from tplab.sharding import P
@@ -29,135 +30,80 @@ MOST_WORK = 1.2
 """The most that a rank may compute, as a multiple of its own matmul; additions are small compared with it."""
 
 
-def _tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
-    size = 2 * mesh.axis_size("tp")
-    return {"x": rng.integers(-3, 4, (3, size)).astype(float), "w": rng.integers(-3, 4, (2 * size, size)).astype(float)}
-
-
-def _plain(tensors: Tensors) -> Tensors:
-    """y = x @ w.T, and the gradients of sum(y * weight)."""
-    x, w = tensors["x"], tensors["w"]
-    y = x @ w.T
-    dy = weight(y)
-    return {"y": y, "dx": dy @ w, "dw": dy.T @ x}
-
-
-def _index(seen: Seen) -> int:
-    return seen.mesh.index(seen.rank, "tp")
-
-
-def _in_parts(seen: Seen, array: np.ndarray, dim: int = 1) -> list[np.ndarray]:
-    """An array in as many parts as there are ranks."""
-    return np.split(array, seen.mesh.axis_size("tp"), dim)
-
-
 def _pieces_times(seen: Seen, columns: Callable[[int], int]) -> np.ndarray:
     """The sum over k of the k-th piece to arrive, from rank i - k, times the columns for rank `columns(k)`."""
-    pieces, parts = _in_parts(seen, seen.tensors["x"]), _in_parts(seen, seen.own["w"])
-    num_ranks = len(parts)
-    return np.sum(
-        [pieces[(_index(seen) - k) % num_ranks] @ parts[columns(k) % num_ranks].T for k in range(num_ranks)], 0
-    )
+    pieces, parts = seen.parts(seen.tensors["x"], 1), seen.parts(seen.own["w"], 1)
+    return np.sum([pieces[seen.index - k] @ parts[columns(k) % seen.size].T for k in range(seen.size)], 0)
 
 
 def _last_twice(seen: Seen) -> np.ndarray:
-    num_ranks, last = seen.mesh.axis_size("tp"), (_index(seen) + seen.mesh.axis_size("tp") // 2)
-    pieces, parts = (_in_parts(seen, array) for array in (seen.tensors["x"], seen.own["w"]))
-    return seen.want + (num_ranks % 2 == 0) * (pieces[last % num_ranks] @ parts[last % num_ranks].T)
+    last = (seen.index + seen.size // 2) % seen.size
+    piece, part = (seen.parts(array, 1)[last] for array in (seen.tensors["x"], seen.own["w"]))
+    return seen.want + (seen.size % 2 == 0) * (piece @ part.T)
 
 
-def _sum_of_terms(seen: Seen, way: int, part: int | None) -> np.ndarray:
+def _sum_of_terms(way: int, part: int | None, seen: Seen) -> np.ndarray:
     """A rank's sum if each rank k places before it, on a ring in direction `way`, adds its term for the rank k places
     before itself; or, with `part`, for the rank `part` places after itself."""
-    x, w = (_in_parts(seen, seen.tensors[key]) for key in ("x", "w"))
-    num_ranks, total = len(x), np.zeros(())
-    for k in range(num_ranks):
-        rank = (_index(seen) - way * k) % num_ranks
+    x, w = (seen.parts(seen.tensors[key], 1) for key in ("x", "w"))
+    total = np.zeros(())
+    for k in range(seen.size):
+        rank = (seen.index - way * k) % seen.size
         to = rank - way * k if part is None else rank + part
-        total = total + x[rank] @ _in_parts(seen, w[rank], 0)[to % num_ranks].T
+        total = total + x[rank] @ seen.parts(w[rank])[to % seen.size].T
     return total
-
-
-def _own_dy(seen: Seen) -> np.ndarray:
-    """The gradient of this rank's part of y."""
-    return _in_parts(seen, weight(_plain(seen.tensors)["y"]))[_index(seen)]
 
 
 GATHER = Exercise(
     name="gather_product",
-    tensors=_tensors,
+    tensors=lambda rng, mesh: {
+        "x": rng.integers(-3, 4, (3, 2 * mesh.axis_size("tp"))).astype(float),
+        "w": rng.integers(-3, 4, (4 * mesh.axis_size("tp"), 2 * mesh.axis_size("tp"))).astype(float),
+    },
     specs={"x": FEATURES, "w": ROWS},
-    plain=_plain,
+    plain=lambda x, w: x @ w.mT,
     results={"y": FEATURES},
     gradients=("x", "w"),
     is_precise=True,
     tolerance=1e-5,  # float32 will do
     not_with=("all_gather_matmul",),
-    mistakes=(
-        Mistake(
-            "y",
-            "The k-th piece to arrive comes from rank i - k. Multiply it by the columns of w for that rank.",
-            lambda seen: _pieces_times(seen, lambda k: k),
-        ),
-        Mistake(
-            "y",
-            "This is the product of the rank's own piece alone. Add the products of the pieces that arrive.",
-            lambda seen: seen.own["x"] @ _in_parts(seen, seen.own["w"])[_index(seen)].T,
-        ),
-        Mistake(
-            "y",
+    mistakes={
+        "y": {
+            "The k-th piece to arrive comes from rank i - k. Multiply it by the columns of w for that "
+            "rank.": lambda seen: _pieces_times(seen, lambda k: k),
+            "This is the product of the rank's own piece alone. Add the products of the pieces that "
+            "arrive.": lambda seen: seen.own["x"] @ seen.part(seen.own["w"], 1).T,
             "Each piece is multiplied by the columns of w for the piece that comes from the other side. From which "
-            "rank does it come?",
-            lambda seen: _pieces_times(seen, lambda k: _index(seen) + k),
-        ),
-        Mistake(
-            "y",
-            "Where the number of ranks is even, both ways bring the same last piece, and its product is added twice.",
-            _last_twice,
-        ),
-    ),
+            "rank does it come?": lambda seen: _pieces_times(seen, lambda k: seen.index + k),
+            "Where the number of ranks is even, both ways bring the same last piece, and its product is added "
+            "twice.": _last_twice,
+        },
+    },
     meshes=MESHES,
 )
 
-SCATTER = Exercise(
+SCATTER = replace(
+    GATHER,
     name="product_scatter",
-    tensors=_tensors,
     specs={"x": FEATURES, "w": COLUMNS},
-    plain=_plain,
-    results={"y": FEATURES},
-    gradients=("x", "w"),
-    is_precise=True,
-    tolerance=1e-5,  # float32 will do
     not_with=("matmul_reduce_scatter",),
-    mistakes=(
-        Mistake(
-            "y",
-            "This is the rank's own term alone. Add it to the sum that arrives, and pass that on.",
-            lambda seen: _in_parts(seen, seen.own["x"] @ seen.own["w"].T)[_index(seen)],
-        ),
-        Mistake(
-            "y",
-            "This is the sum for the next rank. Which part must a rank add last, so that its own sum ends with it?",
-            lambda seen: _in_parts(seen, _plain(seen.tensors)["y"])[(_index(seen) + 1) % seen.mesh.axis_size("tp")],
-        ),
-        *(
-            Mistake(
-                "y",
-                "Each sum adds up terms for different ranks. On which rank does it end, and which rows of w are that "
-                "rank's?",
-                lambda seen, way=way, part=part: _sum_of_terms(seen, way, part),
-            )
-            for way in (1, -1)
-            for part in (None, -1, 1, 0)
-        ),
-        Mistake(
-            "dx",
+    mistakes={
+        "y": {
+            "This is the rank's own term alone. Add it to the sum that arrives, and pass that on.": lambda seen: (
+                seen.part(seen.own["x"] @ seen.own["w"].T, 1)
+            ),
+            "This is the sum for the next rank. Which part must a rank add last, so that its own sum ends with "
+            "it?": lambda seen: seen.parts(seen.of(seen.tensors), 1)[(seen.index + 1) % seen.size],
+            "Each sum adds up terms for different ranks. On which rank does it end, and which rows of w are that "
+            "rank's?": tuple(partial(_sum_of_terms, way, part) for way in (1, -1) for part in (None, -1, 1, 0)),
+        },
+        "dx": {
             "This is what comes back from this rank's own part of y alone. The other ranks' parts depend on its x, "
-            "too.",
-            lambda seen: _own_dy(seen) @ _in_parts(seen, seen.own["w"], 0)[_index(seen)],
-        ),
-    ),
-    meshes=MESHES,
+            "too.": lambda seen: (
+                seen.part(weight(seen.tensors["x"] @ seen.tensors["w"].T), 1) @ seen.part(seen.own["w"])
+            ),
+        },
+    },
 )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Mistake, Seen, Tensors
-from tplab.exercises.trials import weight
+from tplab.exercises.exercise import Exercise, Mistakes, Seen, Wrong, added_up_again
 from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.units import counted
@@ -25,97 +25,52 @@ def _stage(w: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.tanh(x @ w + 0.1)
 
 
-def _plain(tensors: Tensors) -> Tensors:
-    """ys = ... stage(w[1], stage(w[0], xs)) ..., and the gradient of sum(ys * weight)."""
-    w, xs = tensors["w"], tensors["xs"]
-    kept = [xs]
-    for one in w:
-        kept.append(_stage(one, kept[-1]))
-    dw, dy = np.zeros_like(w), weight(kept[-1])
-    for place in reversed(range(len(w))):
-        du = dy * (1 - kept[place + 1] ** 2)
-        dw[place] = np.tensordot(kept[place], du, ([0, 1], [0, 1]))
-        dy = du @ w[place].T
-    return {"ys": kept[-1], "dw": dw}
-
-
-def _whole(seen: Seen, num_stages: int) -> np.ndarray:
-    """The output of the first `num_stages` stages."""
-    x = seen.tensors["xs"]
-    for one in seen.tensors["w"][:num_stages]:
-        x = _stage(one, x)
-    return x
+def _plain(w: np.ndarray, xs: np.ndarray) -> np.ndarray:
+    """... stage(w[1], stage(w[0], xs)) ..."""
+    for place in range(w.shape[-3]):
+        xs = _stage(w[..., place, :, :], xs)
+    return xs
 
 
 def _of_zeros(seen: Seen) -> np.ndarray:
     """The last rank's outputs before the first microbatch arrives: zeros that have passed through 1, 2, ... stages."""
     w, zeros = seen.tensors["w"], np.zeros_like(seen.want)[: len(seen.tensors["w"]) - 1]
-    for tick in range(len(zeros)):
-        for one in w[len(w) - 1 - tick :]:
-            zeros[tick] = _stage(one, zeros[tick])
-    return zeros
+    return np.array([_plain(w[len(w) - 1 - tick :], one) for tick, one in enumerate(zeros)]).reshape(zeros.shape)
 
 
-def _too_early(seen: Seen) -> np.ndarray:
-    """The last rank's outputs from tick 0 on."""
-    return np.concatenate([_of_zeros(seen), seen.want])[:MICROBATCHES]
+def _of_ticks(rows: Callable[[np.ndarray, int], np.ndarray]) -> Wrong:
+    """rows(the last rank's outputs in all ticks, the ticks before its first microbatch)."""
 
+    def wrong(seen: Seen) -> np.ndarray:
+        zeros = _of_zeros(seen)
+        return rows(np.concatenate([zeros, seen.want]), len(zeros))
 
-def _clamped(seen: Seen) -> np.ndarray:
-    """The same, but all ticks from m - 1 on are written to the last row, the last microbatch last."""
-    return np.concatenate([_too_early(seen)[:-1], seen.want[-1:]])
-
-
-def _shifted_twice(seen: Seen) -> np.ndarray:
-    """The outputs, shifted down by as many rows as they should be shifted up."""
-    zeros = _of_zeros(seen)
-    return np.concatenate([0 * zeros, zeros, seen.want])[:MICROBATCHES]
-
-
-def _added(seen: Seen) -> np.ndarray:
-    """The outputs if those of zeros are added to the last rows, since a negative index counts from the end."""
-    zeros = _of_zeros(seen)
-    return seen.want + np.concatenate([np.zeros_like(seen.want)[len(zeros) :], zeros])
-
-
-def _ended(seen: Seen) -> np.ndarray:
-    """The outputs of the first m ticks. Those of zeros are in the last rows: a negative index counts from the end."""
-    zeros = _of_zeros(seen)
-    return np.concatenate([seen.want[: MICROBATCHES - len(zeros)], zeros])
+    return wrong
 
 
 def _of_one_rank(seen: Seen, rank: int) -> np.ndarray:
     """A rank's outputs in the last rank's ticks: rank r is `last - r` microbatches ahead, then repeats the last."""
-    ahead = seen.mesh.axis_size("pp") - 1 - rank
-    return _whole(seen, rank + 1)[np.minimum(np.arange(MICROBATCHES) + ahead, MICROBATCHES - 1)]
+    ahead = seen.size - 1 - rank
+    return _plain(seen.tensors["w"][: rank + 1], seen.tensors["xs"])[
+        np.minimum(np.arange(MICROBATCHES) + ahead, MICROBATCHES - 1)
+    ]
 
 
-def _of_all_ranks(seen: Seen) -> np.ndarray:
-    return np.sum([_of_one_rank(seen, rank) for rank in seen.mesh.ranks], axis=0)
-
-
-def _on_the_last_alone(seen: Seen) -> np.ndarray:
-    return seen.want * (seen.rank == seen.mesh.axis_size("pp") - 1)
-
-
-NOT_SHARED = Mistake("ys", "Only the last rank has the outputs. All ranks should return them.", _on_the_last_alone)
-OFTEN = Mistake(
-    "dw",
+NOT_SHARED: Mistakes = {
+    "Only the last rank has the outputs. All ranks should return them.": (
+        lambda seen: seen.want * (seen.rank == seen.size - 1)
+    )
+}
+OFTEN: Mistakes = {
     "This is R times the right gradient. JAX cannot know that what you return is the same on every rank, as after\n"
     "`all_gather`, so it adds up the gradients of all R copies. It knows after `all_reduce`: there, let all ranks but\n"
-    "one add zeros.",
-    lambda seen: seen.want * seen.mesh.axis_size("pp"),
-)
-
-
-def _once_too_late(seen: Seen) -> np.ndarray:
-    return np.concatenate([seen.want[1:], seen.want[-1:]])
+    "one add zeros.": added_up_again,
+}
 
 
 OF_THE_FIRST = "These are the first rank's outputs, and not the last's."
 ALL_ADDED = "Every rank has added its own outputs. Only those of the last rank are wanted."
 EACH_ITS_OWN = "Every rank returns its own outputs. All ranks should return those of the last rank."
-IN_WRONG_ROWS = "These are the right outputs in the wrong rows. In which tick is each computed?"
 PIPELINE = Exercise(
     name="my_pipeline",
     tensors=lambda rng, mesh: {
@@ -126,36 +81,41 @@ PIPELINE = Exercise(
     plain=_plain,
     results={"ys": P()},
     gradients=("w",),
-    mistakes=(
-        Mistake(
-            "ys",
+    mistakes={
+        "ys": {
             "These are the last rank's outputs from tick 0 on. In its first ticks no microbatch has reached it yet,\n"
-            "so it computes with zeros. In which tick does microbatch 0 reach the last rank?",
-            _too_early,
-        ),
-        Mistake(
-            "ys",
+            "so it computes with zeros. In which tick does microbatch 0 reach the last rank?": _of_ticks(
+                lambda ticks, early: ticks[:MICROBATCHES]
+            ),
             "The last row is right, because the last microbatch is written into it last. The others are not. In which\n"
-            "tick does microbatch 0 reach the last rank, and in which row does it belong?",
-            _clamped,
-        ),
-        Mistake("ys", "Your rows are shifted in the wrong direction.", _shifted_twice),
-        Mistake(
-            "ys",
-            "In its first ticks, the last rank computes with zeros. These outputs were added to the last rows.",
-            _added,
-        ),
-        Mistake("ys", "It begins one tick too late: microbatch 0 is missing.", _once_too_late),
-        Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, -1, 0)),
-        Mistake("ys", IN_WRONG_ROWS, lambda seen: np.roll(seen.want, len(_of_zeros(seen)), 0)),
-        Mistake("ys", "The last rows are missing. In which tick does the last rank finish?", _ended),
-        Mistake("ys", OF_THE_FIRST, lambda seen: _of_one_rank(seen, 0)),
-        Mistake("ys", ALL_ADDED, _of_all_ranks),
-        Mistake("ys", EACH_ITS_OWN, lambda seen: _of_one_rank(seen, seen.rank)),
-        NOT_SHARED,
-        OFTEN,
-        Mistake("ys", "All outputs are zero: do you take them from the rank that has them?", lambda s: 0 * s.want),
-    ),
+            "tick does microbatch 0 reach the last rank, and in which row does it belong?": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[: MICROBATCHES - 1], ticks[-1:]])
+            ),
+            "Your rows are shifted in the wrong direction.": _of_ticks(
+                lambda ticks, early: np.concatenate([0 * ticks[:early], ticks])[:MICROBATCHES]
+            ),
+            "In its first ticks, the last rank computes with zeros. These outputs were added to the last "
+            "rows.": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[early:MICROBATCHES], ticks[MICROBATCHES:] + ticks[:early]])
+            ),
+            "It begins one tick too late: microbatch 0 is missing.": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[early + 1 :], ticks[-1:]])
+            ),
+            "These are the right outputs in the wrong rows. In which tick is each computed?": (
+                _of_ticks(lambda ticks, early: np.roll(ticks[early:], -1, 0)),
+                _of_ticks(lambda ticks, early: np.roll(ticks[early:], early, 0)),
+            ),
+            "The last rows are missing. In which tick does the last rank finish?": _of_ticks(
+                lambda ticks, early: np.concatenate([ticks[early:MICROBATCHES], ticks[:early]])
+            ),
+            OF_THE_FIRST: lambda seen: _of_one_rank(seen, 0),
+            ALL_ADDED: lambda seen: np.sum([_of_one_rank(seen, rank) for rank in seen.mesh.ranks], axis=0),
+            EACH_ITS_OWN: lambda seen: _of_one_rank(seen, seen.rank),
+            **NOT_SHARED,
+            "All outputs are zero: do you take them from the rank that has them?": lambda s: 0 * s.want,
+        },
+        "dw": OFTEN,
+    },
     meshes=MESHES,
 )
 
@@ -249,19 +209,16 @@ ROUNDS = 2
 Choice = Callable[[int, int, int, int], int]
 
 
-def _around(tensors: Tensors) -> Tensors:
+def _around(w: np.ndarray, xs: np.ndarray) -> np.ndarray:
     """Stage r + round * R is w[r, round]: each round takes every microbatch through all R ranks."""
-    w = tensors["w"]
-    in_order = np.concatenate([w[:, number] for number in range(ROUNDS)])
-    whole = _plain({"w": in_order, "xs": tensors["xs"]})
-    return {"ys": whole["ys"], "dw": np.stack(np.split(whole["dw"], ROUNDS), axis=1)}
+    return _plain(np.concatenate([w[..., number, :, :] for number in range(ROUNDS)], axis=-3), xs)
 
 
-def _with(choice: Choice) -> Callable[[Seen], np.ndarray]:
+def _with(choice: Choice) -> Wrong:
     """The outputs if a rank uses w[choice(round, microbatch, rank, R)]."""
 
     def wrong(seen: Seen) -> np.ndarray:
-        w, ranks = seen.tensors["w"], seen.mesh.axis_size("pp")
+        w, ranks = seen.tensors["w"], seen.size
         ys = []
         for k, x in enumerate(seen.tensors["xs"]):
             for number in range(ROUNDS):
@@ -273,17 +230,9 @@ def _with(choice: Choice) -> Callable[[Seen], np.ndarray]:
     return wrong
 
 
-def _last_round_alone(seen: Seen) -> np.ndarray:
-    return _plain({"w": seen.tensors["w"][:, -1], "xs": seen.tensors["xs"]})["ys"]
-
-
-def _first_round_alone(seen: Seen) -> np.ndarray:
-    return _plain({"w": seen.tensors["w"][:, 0], "xs": seen.tensors["xs"]})["ys"]
-
-
-def _last_round_of_the_last(seen: Seen) -> np.ndarray:
-    """The same if rank 0 keeps using its last microbatch."""
-    return np.tile(_last_round_alone(seen)[-1:], (len(seen.want), 1, 1))
+def _once(seen: Seen, number: int, times: int = 1) -> np.ndarray:
+    """The outputs of one round alone, which begins with `times` xs."""
+    return _plain(seen.tensors["w"][:, number], times * seen.tensors["xs"])
 
 
 def _ring(seen: Seen, step: int = 1) -> np.ndarray:
@@ -300,66 +249,47 @@ def _ring(seen: Seen, step: int = 1) -> np.ndarray:
     return np.stack(ys[-len(w) :])
 
 
-_BEGINS_AGAIN = "In its second round, rank 0 takes xs again. It should continue with what it receives."
-
-LOOP = Exercise(
+LOOP = replace(
+    PIPELINE,
     name="my_loop",
     tensors=lambda rng, mesh: {
         "w": rng.integers(-3, 4, (mesh.axis_size("pp"), ROUNDS, WIDTH, WIDTH)) / 4,
         "xs": rng.integers(-2, 3, (mesh.axis_size("pp"), ROWS, WIDTH)).astype(float),
     },
-    specs={"w": P("pp"), "xs": P()},
     plain=_around,
-    results={"ys": P()},
-    gradients=("w",),
-    mistakes=(
-        Mistake(
-            "ys",
-            "The second round begins with zeros. In that round, which rank must send to rank 0?",
-            lambda seen: _plain({"w": seen.tensors["w"][:, -1], "xs": 0 * seen.tensors["xs"]})["ys"],
-        ),
-        Mistake(
-            "ys",
-            "These are the outputs of the first round. In which ticks does the last rank compute those of the second?",
-            _first_round_alone,
-        ),
-        Mistake("ys", _BEGINS_AGAIN, _last_round_alone),
-        Mistake("ys", _BEGINS_AGAIN, _last_round_of_the_last),
-        Mistake("ys", "Both rounds have used the first of a rank's matrices.", _with(lambda number, k, rank, ranks: 0)),
-        Mistake(
-            "ys",
-            "The first round has used a rank's second matrix, and the second round its first.",
-            _with(lambda number, k, rank, ranks: 1 - number),
-        ),
-        Mistake(
-            "ys",
-            "Each rank has run both of its stages in one tick. Between them, a microbatch goes around the ring.",
-            lambda seen: _plain({**seen.tensors, "w": seen.tensors["w"].reshape(-1, WIDTH, WIDTH)})["ys"],
-        ),
-        Mistake(
-            "ys",
+    mistakes={
+        "ys": {
+            "The second round begins with zeros. In that round, which rank must send to rank 0?": lambda seen: _once(
+                seen, -1, times=0
+            ),
+            "These are the outputs of the first round. In which ticks does the last rank compute those of the "
+            "second?": lambda seen: _once(seen, 0),
+            "In its second round, rank 0 takes xs again. It should continue with what it receives.": (
+                lambda seen: _once(seen, -1),
+                lambda seen: np.tile(_once(seen, -1)[-1:], (len(seen.want), 1, 1)),  # always its last microbatch
+            ),
+            "Both rounds have used the first of a rank's matrices.": _with(lambda number, k, rank, ranks: 0),
+            "The first round has used a rank's second matrix, and the second round its first.": _with(
+                lambda number, k, rank, ranks: 1 - number
+            ),
+            "Each rank has run both of its stages in one tick. Between them, a microbatch goes around the "
+            "ring.": lambda seen: _plain(seen.tensors["w"].reshape(-1, WIDTH, WIDTH), seen.tensors["xs"]),
             "Rank r begins its second round r ticks later than rank 0, but all ranks have changed to their second\n"
-            "matrix in the same tick.",
-            _with(lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)),
-        ),
-        Mistake(
-            "ys",
-            "The two matrices take turns from one piece of work to the next. The first R pieces use the first matrix.",
-            _with(lambda number, k, rank, ranks: (k + number * ranks) % 2),
-        ),
-        Mistake(
-            "ys",
-            "Each rank changes to its second matrix one tick too late. With which number does the second round begin?",
-            _with(lambda number, k, rank, ranks: int(k + number * ranks > ranks)),
-        ),
-        Mistake("ys", "Messages go around the ring in the wrong direction.", lambda seen: _ring(seen, -1)[:, -1]),
-        Mistake("ys", EACH_ITS_OWN, lambda seen: _ring(seen)[:, seen.rank]),
-        Mistake("ys", ALL_ADDED, lambda seen: _ring(seen).sum(1)),
-        Mistake("ys", OF_THE_FIRST, lambda seen: _ring(seen)[:, 0]),
-        NOT_SHARED,
-        OFTEN,
-    ),
-    meshes=MESHES,
+            "matrix in the same tick.": _with(
+                lambda number, k, rank, ranks: min(number + (k + rank >= ranks), ROUNDS - 1)
+            ),
+            "The two matrices take turns from one piece of work to the next. The first R pieces use the first "
+            "matrix.": _with(lambda number, k, rank, ranks: (k + number * ranks) % 2),
+            "Each rank changes to its second matrix one tick too late. With which number does the second round "
+            "begin?": _with(lambda number, k, rank, ranks: int(k + number * ranks > ranks)),
+            "Messages go around the ring in the wrong direction.": lambda seen: _ring(seen, -1)[:, -1],
+            EACH_ITS_OWN: lambda seen: _ring(seen)[:, seen.rank],
+            ALL_ADDED: lambda seen: _ring(seen).sum(1),
+            OF_THE_FIRST: lambda seen: _ring(seen)[:, 0],
+            **NOT_SHARED,
+        },
+        "dw": OFTEN,
+    },
 )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tplab.exercises.verdict import Verdict, check, hint, on, refuse, right, run_on
+from tplab.exercises.verdict import Case, Verdict, check, compare, on, refuse, right, run_on
 from tplab.mesh import Mesh
 from tplab.pipeline.layer_spec import TiedSpec, layer_names, ties
 from tplab.schedules import Action, Schedule, gpipe, interleaved_1f1b, looped_bfs, measured_costs, one_f_one_b
+from tplab.units import counted
 from tplab.widgets.matrices import Panel
 
 # --- the bug: a hidden matrix ----------------------------------------------------------------------------------------
@@ -22,10 +23,14 @@ VOCABULARY, SEQUENCE, MICROBATCHES, BLOCKS = 65, 16, 4, 4
 def check_layers(model: Callable[[], Sequence[Any]]) -> Verdict:
     """Check that `model()` is a list of layers, ids [B, T] -> logits [B, T, vocabulary], that a pipeline of any length
     trains in the same way as one rank does, whose head is the embedding's matrix, and which has a norm before it."""
+    from torch import nn
+
     if (layers := model()) is None:
         refuse(": it returned None; is a `return` missing?")
     layers = list(layers)
-    if isinstance(last := layers[-1], TiedSpec) and last.forward is None and _looks_up(last.cls):
+    last = layers[-1]
+    looks_up = isinstance(last, TiedSpec) and getattr(last.cls, "forward", None) is nn.Embedding.forward
+    if looks_up and last.forward is None:
         refuse(": the last layer is an nn.Embedding, which looks up rows. Its `forward=` says what to call instead.")
     (hidden,), (whole,) = _run(_hidden, 1, model), _run(_gradients, 1, model)
     found: dict[str, np.ndarray] = {}
@@ -73,7 +78,7 @@ def _batch() -> tuple[Any, Any]:
     return ids, ids.roll(-1, 1)
 
 
-def _cross_entropy(logits: Any, targets: Any) -> Any:
+def cross_entropy(logits: Any, targets: Any) -> Any:
     from torch.nn import functional as F
 
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
@@ -85,7 +90,7 @@ def _gradients(model: Callable[[], Sequence[Any]], ranks: int) -> dict[str, np.n
 
     schedule = one_f_one_b(ranks, MICROBATCHES)
     stages = stages_of(list(model()), schedule, "uniform")
-    train_batch(schedule, stages, split_batch(*_batch(), MICROBATCHES), _cross_entropy)
+    train_batch(schedule, stages, split_batch(*_batch(), MICROBATCHES), cross_entropy)
     return {
         f"{stages.partition.bounds[number] + place}.{key}": parameter.grad.numpy()
         for number, stage in stages.items()
@@ -163,12 +168,6 @@ def _another_head(model: Callable[[], Sequence[Any]], ranks: int) -> str:
     return ""
 
 
-def _looks_up(cls: Any) -> bool:
-    from torch import nn
-
-    return getattr(cls, "forward", None) is nn.Embedding.forward
-
-
 def _leaves(x: Any) -> list[Any]:
     """The leaves of x's graph, which its backward pass would give gradients."""
     todo, met, found = [x.grad_fn], set(), []
@@ -204,33 +203,28 @@ MostBytes = Callable[[Sequence[Action], Sequence[int]], Any]
 def check_most_bytes(most_bytes: MostBytes) -> Verdict:
     """Check that `most_bytes(row, stage_bytes)` is the most bytes that the rank with this row of actions keeps at once,
     as measured for a model of unequal stages. Stage s keeps stage_bytes[s] for one microbatch."""
-    shown: dict[str, list[Panel]] = {}
-    wrong, guesses = "", []
-    for schedule in SCHEDULES:
-        stage_bytes, held = _held(schedule)
-        where = f"with {schedule.name} on {schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
-        with on(where):
-            lent = list(stage_bytes)
-            given = [most_bytes(row, lent) for row in schedule.by_rank()]
-            if lent != stage_bytes:
-                refuse(": it changes its argument stage_bytes, which its caller may still need.")
-            found = np.array(given, float)
-        if found.shape != held.shape or not np.isfinite(found).all():
-            refuse(f", {where}: return one number of bytes per row. It returned {given}.")
-        shown[where] = [Panel("yours, bytes by rank", found, found != held), Panel("what each rank held", held)]
-        guesses.append((found, _guesses(schedule, stage_bytes)))
-        if (found != held).any() and not wrong:
-            rank = int(np.flatnonzero(found != held)[0])
-            wrong, sizes = where, ", ".join(f"{size:,}" for size in stage_bytes)
+
+    def cases() -> Iterator[Case]:
+        for schedule in SCHEDULES:
+            stage_bytes, held = _held(schedule)
+            where = f"with {schedule.name} on {counted(schedule.num_ranks, 'rank')}"
+            with on(where):
+                lent = list(stage_bytes)
+                given = [most_bytes(row, lent) for row in schedule.by_rank()]
+                if lent != stage_bytes:
+                    refuse(": it changes its argument stage_bytes, which its caller may still need.")
+                found = np.array(given, float)
+            if found.shape != held.shape or not np.isfinite(found).all():
+                refuse(f", {where}: return one number of bytes per row. It returned {given}.")
+            rank, sizes = int(np.argmax(found != held)), ", ".join(f"{size:,}" for size in stage_bytes)
             text = f": {where}, rank {rank} held {held[rank]:,.0f} bytes, and yours are {found[rank]:,.0f}."
-    if wrong:
-        known = {why: np.concatenate([guess[why] for _, guess in guesses]) for why in guesses[0][1]}
-        why = hint(
-            np.concatenate([found for found, _ in guesses]), known, f"The stages keep {sizes} bytes per microbatch."
-        )
-        refuse(f"{text}\n{why}", shown[wrong])
+            otherwise = f"The stages keep {sizes} bytes per microbatch."
+            yield Case(found, held, _guesses(schedule, stage_bytes), text, otherwise=otherwise)
+
+    first, *_ = compare(cases())
     listed = ", ".join(f"{schedule.name} on {schedule.num_ranks}" for schedule in SCHEDULES)
-    return right(f" is right to the byte: {listed}.\nThe picture shows the first of them.", next(iter(shown.values())))
+    panels = [Panel("yours, bytes by rank", first.got), Panel("what each rank held", first.want)]
+    return right(f" is right to the byte: {listed}.\nThe picture shows the first of them.", panels)
 
 
 def _guesses(schedule: Schedule, stage_bytes: Sequence[int]) -> dict[str, Any]:

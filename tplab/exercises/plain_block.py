@@ -1,21 +1,14 @@
-"""A transformer block in NumPy, with gradients derived by hand: the plain answer for the exercises of labs 04 and 05.
-
-Each part returns its result and its backward pass: a function of dy that returns the gradients.
-"""
+"""Attention and a transformer block in NumPy: the plain answers for the exercises of labs 04, 05, 20 and 21."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
-from tplab.exercises.exercise import Seen, Tensors
-from tplab.exercises.trials import weight
+from tplab.exercises.exercise import Tensors
 from tplab.mesh import Mesh
 from tplab.sharding import P
-
-Backward = Callable[[np.ndarray], Tensors]
 
 EPSILON = 1e-6
 TOLERANCE = 1e-5  # a norm without its epsilon passes, and gelu's approximation by tanh does not
@@ -26,90 +19,51 @@ BLOCK_SPECS = {
     "a": P(None, "tp"),
     "b": P("tp"),
 }
-_erf = np.vectorize(math.erf, otypes=[float])
+_real_erf = np.vectorize(math.erf, otypes=[float])
 
 
-def rms_norm(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, Backward]:
-    """x / sqrt(mean(x^2) + eps) * scale; and dy -> dx, and the part "of each token" of scale's gradient."""
-    root = 1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + EPSILON)
-    unit = x * root
-
-    def backward(dy: np.ndarray) -> Tensors:
-        dunit = dy * scale
-        dx = root * (dunit - unit * (dunit * unit).mean(-1, keepdims=True))
-        return {"dx": dx, "of each token": (dy * unit).sum(0)}
-
-    return unit * scale, backward
+def _erf(u: np.ndarray) -> np.ndarray:
+    """erf, also where `slopes` has taken its steps, in each of which the real parts are the same."""
+    real = np.real(u[:1]) if np.iscomplexobj(u) else u
+    return _real_erf(real) + (u - real) * 2 / math.sqrt(math.pi) * np.exp(-(real**2))
 
 
-def causal_attention(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
-    """The sum of the heads' terms, where each token sees itself and those before it; and dy -> all gradients."""
-    q, k, v = (np.einsum("bsD,nDd->bnsd", x, weights[name]) for name in "qkv")
-    size = q.shape[-1] ** -0.5
-    scores = np.einsum("bnsd,bntd->bnst", q, k) * size
-    length = x.shape[1]
-    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    shares = shares / shares.sum(-1, keepdims=True)
-    mixed = np.einsum("bnst,bntd->bnsd", shares, v)
-
-    def backward(dy: np.ndarray) -> Tensors:
-        dmixed = np.einsum("bsD,ndD->bnsd", dy, weights["o"])
-        dshares = np.einsum("bnsd,bntd->bnst", dmixed, v)
-        dscores = shares * (dshares - (dshares * shares).sum(-1, keepdims=True)) * size
-        into = {
-            "q": np.einsum("bnst,bntd->bnsd", dscores, k),
-            "k": np.einsum("bnst,bnsd->bntd", dscores, q),
-            "v": np.einsum("bnst,bnsd->bntd", shares, dmixed),
-        }
-        grads = {f"d{name}": np.einsum("bsD,bnsd->nDd", x, into[name]) for name in "qkv"}
-        dx = np.stack([np.einsum("bnsd,nDd->bsD", into[name], weights[name]) for name in "qkv"])
-        return {"dx": dx.sum(0), **grads, "do": np.einsum("bnsd,bsD->ndD", mixed, dy)}
-
-    return np.einsum("bnsd,ndD->bsD", mixed, weights["o"]), backward
+def rms_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * scale
 
 
-def gelu_mlp(x: np.ndarray, weights: Tensors) -> tuple[np.ndarray, Backward]:
-    """gelu(x @ a) @ b; and dy -> all gradients."""
-    a, b = weights["a"], weights["b"]
-    u = x @ a
-    below = (1 + _erf(u / math.sqrt(2))) / 2  # the normal distribution function at u
-    hidden = u * below
-
-    def backward(dy: np.ndarray) -> Tensors:
-        du = dy @ b.T * (below + u * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi))
-        da, db = (np.tensordot(left, right, ([0, 1], [0, 1])) for left, right in ((x, du), (hidden, dy)))
-        return {"dx": du @ a.T, "da": da, "db": db}
-
-    return hidden @ b, backward
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sees: np.ndarray | bool = True) -> np.ndarray:
+    """q [.., n, d], k, v [.., m, d], sees [n, m]: whether a query sees a key   ->   o [.., n, d], 0 if it sees none"""
+    return mixed(np.where(sees, q @ k.mT / np.sqrt(q.shape[-1]), -np.inf), v)
 
 
-def one_norm(tensors: Tensors) -> Tensors:
-    """y = x + attention(h) + mlp(h) with h = norm(x), and the gradients of sum(y * weight); without attention if
-    `tensors` has no q.
+def mixed(scores: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """softmax(scores) @ v; scores [.., n, m], v [.., m, d]"""
+    highest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
+    return weights @ v / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
 
-    Also "residual", the part of dx that does not pass through h; "through ...", the part through each of the two paths
-    from h; and the part "of each token" of scale's gradient.
+
+def causal_attention(x: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, o: np.ndarray) -> np.ndarray:
+    """The sum of the heads' terms, where each token sees itself and those before it.
+
+    x [.., S, D]   q, k, v [.., n, D, d]   o [.., n, d, D]   ->   [.., S, D]
     """
-    x = tensors["x"]
-    h, through_norm = rms_norm(x, tensors["scale"])
-    parts = {"mlp": gelu_mlp(h, tensors)}
-    if "q" in tensors:
-        parts["attention"] = causal_attention(h, tensors)
-    y = x + sum(term for term, _ in parts.values())
-    dy, grads, through = weight(y), Tensors(), Tensors()
-    tokens = np.zeros_like(x[0])
-    for name, (_, backward) in parts.items():
-        grads |= backward(dy)
-        into = through_norm(grads["dx"])
-        through[f"through {name}"], tokens = into["dx"], tokens + into["of each token"]
-    grads |= {"dx": dy + sum(through.values()), "dscale": tokens.sum(0), "of each token": tokens}
-    return {"y": y, "residual": dy, **grads, **through}
+    each = x[..., None, :, :]  # for each head
+    mixed = attend(each @ q, each @ k, each @ v, np.tri(x.shape[-2], dtype=bool))
+    return (mixed @ o).sum(-3)
 
 
-def own_weights(seen: Seen) -> Tensors:
-    """`one_norm` of all tokens with this rank's heads and hidden features: its own part of every gradient."""
-    return one_norm({**seen.own, "x": seen.tensors["x"]})
+def gelu_mlp(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    u = x @ a
+    return u * (1 + _erf(u / math.sqrt(2))) / 2 @ b
+
+
+def one_norm(x: np.ndarray, scale: np.ndarray, *weights: np.ndarray) -> np.ndarray:
+    """x + attention(h) + mlp(h) with h = norm(x); without attention if only a and b are given."""
+    *heads, a, b = weights
+    h = rms_norm(x, scale)
+    return x + gelu_mlp(h, a, b) + (causal_attention(h, *heads) if heads else 0)
 
 
 def block_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:

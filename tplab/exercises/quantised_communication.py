@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
+from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors, Wrong
 from tplab.exercises.network_levels import few_rows
 from tplab.exercises.verdict import differs, refuse
 from tplab.mesh import Mesh
@@ -36,38 +36,35 @@ def _by_rank(x: np.ndarray, num_ranks: int) -> np.ndarray:
     return x.reshape(num_ranks, num_ranks, -1)
 
 
-def _sum_for_each(tensors: Tensors) -> Tensors:
-    x = tensors["x"]
-    num_ranks = round(len(x) ** 0.5)
-    return {"total": _by_rank(x, num_ranks).sum(0)}
+def _sum_for_each(x: np.ndarray) -> np.ndarray:
+    return _by_rank(x, round(len(x) ** 0.5)).sum(0)
 
 
-def _one_scale_for_all(seen: Seen, scale: Callable[[np.ndarray, int], float]) -> np.ndarray:
-    """The sum of codes, times one scale."""
-    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
-    x = _by_rank(seen.tensors["x"], num_ranks)
-    scales = np.abs(x).max((1, 2)) / 7
-    return (x[:, index] / scales[:, None]).sum(0)[None] * scale(scales, index)
+def _for_this(seen: Seen) -> np.ndarray:
+    """What every rank has for this one [sender, n]."""
+    return _by_rank(seen.tensors["x"], seen.size)[:, seen.index]
+
+
+def _times_one_scale(scale: Callable[[np.ndarray, int], float]) -> Wrong:
+    """The sum of codes, times scale(scales of all ranks, this rank's index)."""
+
+    def wrong(seen: Seen) -> np.ndarray:
+        scales = np.abs(_by_rank(seen.tensors["x"], seen.size)).max((1, 2)) / 7
+        return (_for_this(seen) / scales[:, None]).sum(0)[None] * scale(scales, seen.index)
+
+    return wrong
 
 
 def _common_scale(seen: Seen) -> np.ndarray:
     """The sum of codes that all use the largest scale, times that scale."""
-    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
     scale = np.abs(seen.tensors["x"]).max() / 7
-    return (_by_rank(seen.tensors["x"], num_ranks)[:, index] / scale).round().sum(0)[None] * scale
+    return (_for_this(seen) / scale).round().sum(0)[None] * scale
 
 
 def _down_to_one(seen: Seen) -> np.ndarray:
     """The sum of codes from -1 to 1, with the largest magnitude as each rank's scale."""
-    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
-    x = _by_rank(seen.tensors["x"], num_ranks)
-    scales = np.abs(x).max((1, 2))[:, None]
-    return ((x[:, index] / scales).round() * scales).sum(0)[None]
-
-
-def _in_half(seen: Seen) -> np.ndarray:
-    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
-    return _by_rank(seen.tensors["x"].astype(np.float16), num_ranks)[:, index].astype(float).sum(0)[None]
+    scales = np.abs(_by_rank(seen.tensors["x"], seen.size)).max((1, 2))[:, None]
+    return ((_for_this(seen) / scales).round() * scales).sum(0)[None]
 
 
 ADD_UP = Exercise(
@@ -77,43 +74,30 @@ ADD_UP = Exercise(
     plain=_sum_for_each,
     results={"total": P("dp")},
     meshes=(Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=1)),
-    mistakes=(
-        Mistake(
-            "total",
+    mistakes={
+        "total": {
             "These are sums of codes, times this rank's scale. The other ranks' codes have scales of their own: a code "
             "of 7 is 7 times the scale of the rank that sent it.\n"
-            "Multiply each rank's codes by that rank's scale, and then add.",
-            lambda seen: _one_scale_for_all(seen, lambda scales, index: scales[index]),
-        ),
-        Mistake(
-            "total",
-            "These are sums of codes, times the mean of all scales. Each rank's codes need the scale of that rank.",
-            lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.mean()),
-        ),
-        Mistake(
-            "total",
-            "These are sums of codes, times the largest scale. Each rank's codes need the scale of that rank.",
-            lambda seen: _one_scale_for_all(seen, lambda scales, index: scales.max()),
-        ),
-        Mistake(
-            "total",
-            "These are sums of codes. A code times the scale of its rank is a number.",
-            lambda seen: _one_scale_for_all(seen, lambda scales, index: 1.0),
-        ),
-        Mistake(
-            "total",
+            "Multiply each rank's codes by that rank's scale, and then add.": _times_one_scale(
+                lambda scales, index: scales[index]
+            ),
+            "These are sums of codes, times the mean of all scales. Each rank's codes need the scale of that "
+            "rank.": _times_one_scale(lambda scales, index: scales.mean()),
+            "These are sums of codes, times the largest scale. Each rank's codes need the scale of that "
+            "rank.": _times_one_scale(lambda scales, index: scales.max()),
+            "These are sums of codes. A code times the scale of its rank is a number.": _times_one_scale(
+                lambda scales, index: 1.0
+            ),
             "These are sums of codes that have one common scale, the largest. Such codes can be added, so this is "
             "close. But the numbers\nof a rank with a smaller scale are rounded to steps that are too coarse for them. "
-            "Keep each rank's own scale.",
-            _common_scale,
-        ),
-        Mistake(
-            "total",
-            "These codes are -1, 0 and 1, since the scale is the largest magnitude. 4 bits hold codes from -7 to 7.",
-            _down_to_one,
-        ),
-        Mistake("total", "These are sums of numbers in half precision. Send codes and scales.", _in_half),
-    ),
+            "Keep each rank's own scale.": _common_scale,
+            "These codes are -1, 0 and 1, since the scale is the largest magnitude. 4 bits hold codes from -7 to "
+            "7.": _down_to_one,
+            "These are sums of numbers in half precision. Send codes and scales.": lambda seen: (
+                _for_this(seen).astype(np.float16).astype(float).sum(0)[None]
+            ),
+        },
+    },
     not_with=("quantized_reduce_scatter",),
     tolerance=1e-6,  # a scale may be float32
 )
@@ -240,7 +224,7 @@ def _errors(answer: Answer, num_ranks: int = 3, outlier: float = 200.0) -> tuple
 # --- reduce in two levels ------------------------------------------------------------------------------------------
 
 
-def _piece_of(order: Callable[[int, int, int, int], int]) -> Callable[[Seen], np.ndarray]:
+def _piece_of(order: Callable[[int, int, int, int], int]) -> Wrong:
     """The sum for the rank at position `order(node, gpu, nodes, gpus)`, on the rank of this node and gpu."""
 
     def wrong(seen: Seen) -> np.ndarray:
@@ -260,30 +244,21 @@ REDUCE_TWICE = Exercise(
     not_with=("quantized_reduce_scatter",),
     is_precise=True,
     meshes=(Mesh(node=2, gpu=3), Mesh(node=3, gpu=2), Mesh(node=2, gpu=4), Mesh(node=2, gpu=1), Mesh(node=1, gpu=3)),
-    mistakes=(
-        Mistake(
-            "total",
+    mistakes={
+        "total": {
             "Every sum is right, but it is another rank's. Inside the node, the first rows go to gpu 0; and the first "
-            "rows of x are for the ranks of node 0.\nPut the rows in another order before you reduce.",
-            _piece_of(lambda node, gpu, nodes, gpus: gpu * nodes + node),
-        ),
-        Mistake(
-            "total",
+            "rows of x are for the ranks of node 0.\nPut the rows in another order before you reduce.": _piece_of(
+                lambda node, gpu, nodes, gpus: gpu * nodes + node
+            ),
             "Every sum is right, but it is another rank's. The first G rows of x are for the G GPUs of node 0.\n"
-            "Which of the two sizes comes first in `reshape`?",
-            _piece_of(lambda node, gpu, nodes, gpus: (q := gpu * nodes + node) % gpus * nodes + q // gpus),
-        ),
-        Mistake(
-            "total",
-            'Every sum is right, but it is another rank\'s. In this order of the rows, "gpu" comes before "node".',
-            _piece_of(lambda node, gpu, nodes, gpus: (q := node * gpus + gpu) % nodes * gpus + q // nodes),
-        ),
-        Mistake(
-            "total",
-            "This is a row of this rank's own x: nothing is added to it.",
-            lambda seen: seen.own["x"][seen.rank][None],
-        ),
-    ),
+            "Which of the two sizes comes first in `reshape`?": _piece_of(
+                lambda node, gpu, nodes, gpus: (q := gpu * nodes + node) % gpus * nodes + q // gpus
+            ),
+            'Every sum is right, but it is another rank\'s. In this order of the rows, "gpu" comes before '
+            '"node".': _piece_of(lambda node, gpu, nodes, gpus: (q := node * gpus + gpu) % nodes * gpus + q // nodes),
+            "This is a row of this rank's own x: nothing is added to it.": lambda seen: seen.own["x"][seen.rank][None],
+        },
+    },
 )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tplab.exercises.damage import Graphs, Untouched
 from tplab.exercises.verdict import Verdict, beside, check, differs, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
+from tplab.sharding import P, split
 from tplab.widgets.matrices import Panel
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 WIDTH, HIDDEN, ROWS = 6, 12, 24
 STEP_MESHES = (Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=3), Mesh(dp=3, tp=2), Mesh(dp=1, tp=1))
-WEIGHTS = {"scale": None, "up": 1, "down": 0}
-"""Parameter -> the dim that 'tp' cuts."""
+WEIGHTS = {"scale": P(), "up": P(None, "tp"), "down": P("tp")}
+"""How each parameter is sharded."""
 
 
 @check()
@@ -68,7 +69,8 @@ def _net(rows: list[int], graphs: Graphs) -> nn.Module:
     import torch
     from torch import nn
 
-    from tplab.torch import all_reduce, axis_index, axis_size, copy_to
+    from tplab.torch import all_reduce, copy_to
+    from tplab.torch.layers.parameters import piece_of
 
     class MLP(nn.Module):
         scale: Tensor
@@ -78,9 +80,7 @@ def _net(rows: list[int], graphs: Graphs) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             for key, value in _whole().items():
-                dim = WEIGHTS[key]
-                piece = value if dim is None else value.chunk(axis_size("tp"), dim)[axis_index("tp")]
-                self.register_parameter(key, nn.Parameter(piece.clone()))
+                self.register_parameter(key, nn.Parameter(piece_of(value, WEIGHTS[key])))
 
         def forward(self, x: Tensor) -> Tensor:
             rows.append(len(x))
@@ -143,7 +143,7 @@ def _compare(seen: Sequence[Seen], mesh: Mesh) -> list[Panel]:
     x, y = _batch()
     error = (torch.tanh(x * whole["scale"] @ whole["up"]) @ whole["down"] - y).square().mean()
     error.backward()
-    right = {key: _pieces(value.grad, key, mesh) for key, value in whole.items()}
+    right = {key: split(value.grad, WEIGHTS[key], mesh) for key, value in whole.items()}
     wrong = [
         (key, rank)
         for key, pieces in right.items()
@@ -165,13 +165,6 @@ def _compare(seen: Sequence[Seen], mesh: Mesh) -> list[Panel]:
                 panels,
             )
     return panels
-
-
-def _pieces(whole: Any, key: str, mesh: Mesh) -> list[Tensor]:
-    """A parameter's gradient, cut as every rank has it."""
-    if (dim := WEIGHTS[key]) is None:
-        return [whole] * mesh.size
-    return [whole.chunk(mesh.axis_size("tp"), dim)[mesh.index(rank, "tp")] for rank in mesh.ranks]
 
 
 def _gradient_hint(found: Tensor, want: Tensor, rank: int, is_alone: bool) -> str:

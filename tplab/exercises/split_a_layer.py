@@ -11,7 +11,7 @@ from tplab.exercises.check import Verdict, grade
 from tplab.exercises.exercise import (
     Exercise,
     Framework,
-    Mistake,
+    Mistakes,
     Seen,
     Tensors,
     added_over,
@@ -19,7 +19,7 @@ from tplab.exercises.exercise import (
     bytes_of_a_sum,
     own_part,
 )
-from tplab.exercises.trials import weight
+from tplab.exercises.slopes import slopes
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -43,18 +43,17 @@ def finite_differences(loss: Callable[[np.ndarray], float], x: np.ndarray, step:
 # --- the bug to repair ---------------------------------------------------------------------------------------------
 
 
-def _two_layers(tensors: Tensors, **changed: np.ndarray) -> float:
-    t = {**tensors, **changed}
-    return float(((np.tanh(t["x"] @ t["a"]) @ t["b"] - t["target"]) ** 2).sum())
+def _slopes(x: np.ndarray, a: np.ndarray, b: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, ...]:
+    """da, db and dx from finite differences, since a formula could share the learner's mistake."""
 
+    def loss(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
+        return float(((np.tanh(x @ a) @ b - target) ** 2).sum())
 
-def _slopes(tensors: Tensors) -> Tensors:
-    """The gradients from finite differences, since a formula could share the learner's mistake."""
-    return {
-        "da": finite_differences(lambda a: _two_layers(tensors, a=a), tensors["a"]),
-        "db": finite_differences(lambda b: _two_layers(tensors, b=b), tensors["b"]),
-        "dx": finite_differences(lambda x: _two_layers(tensors, x=x), tensors["x"]),
-    }
+    return (
+        finite_differences(lambda one: loss(x, one, b), a),
+        finite_differences(lambda one: loss(x, a, one), b),
+        finite_differences(lambda one: loss(one, a, b), x),
+    )
 
 
 def _formulas(seen: Seen, dz: Callable[[np.ndarray, np.ndarray], np.ndarray], whole: bool = True) -> Tensors:
@@ -69,43 +68,28 @@ def _formulas(seen: Seen, dz: Callable[[np.ndarray, np.ndarray], np.ndarray], wh
     return {"da": x.T @ du, "db": y.T @ error, "dx": du @ a.T}
 
 
-def _backward_mistakes(result: str) -> tuple[Mistake, ...]:
-    return (
-        Mistake(
-            result,
-            "Here dz compares z with the hidden activation y. What does the loss compare z with?",
-            lambda seen: _formulas(seen, lambda z, y: 2 * (z - y) if z.shape == y.shape else z * np.nan)[result],
+def _backward_mistakes(result: str, dim: int) -> Mistakes:
+    """Those of da or db, whose pieces are cut along `dim`."""
+    return {
+        "Here dz compares z with the hidden activation y. What does the loss compare z with?": lambda seen: _formulas(
+            seen, lambda z, y: 2 * (z - y) if z.shape == y.shape else z * np.nan
+        )[result],
+        "This is half the right value. The derivative of (z - target)**2 is 2 * (z - target), and nothing has to "
+        "be divided by the number of ranks.": lambda seen: seen.want / 2,
+        "This is the gradient of the mean of all squares. The loss is their sum.": lambda seen: (
+            seen.want / seen.tensors["target"].size
         ),
-        Mistake(
-            result,
-            "This is half the right value. The derivative of (z - target)**2 is 2 * (z - target), and nothing has to "
-            "be divided by the number of ranks.",
-            lambda seen: seen.want / 2,
+        "The sign is wrong: dz is 2 * (z - target), and this is the gradient for 2 * (target - z).": lambda seen: (
+            -seen.want
         ),
-        Mistake(
-            result,
-            "This is the gradient of the mean of all squares. The loss is their sum.",
-            lambda seen: seen.want / seen.tensors["target"].size,
+        "Here z is this rank's own term. The loss needs the sum of all terms: one all_reduce.": lambda seen: _formulas(
+            seen, lambda z, y: 2 * (z - seen.own["target"]), whole=False
+        )[result],
+        f"The ranks' pieces of {result} are added up. Along tp each rank has a piece of its own, and the gradients "
+        "of different pieces must stay apart.\n(Along dp, where ranks have copies of the weights, you would add.)": (
+            added_over(dim)
         ),
-        Mistake(
-            result,
-            "The sign is wrong: dz is 2 * (z - target), and this is the gradient for 2 * (target - z).",
-            lambda seen: -seen.want,
-        ),
-        Mistake(
-            result,
-            "Here z is this rank's own term. The loss needs the sum of all terms: one all_reduce.",
-            lambda seen: _formulas(seen, lambda z, y: 2 * (z - seen.own["target"]), whole=False)[result],
-        ),
-        added_over(
-            result,
-            "tp",
-            1 if result == "da" else 0,
-            _slopes,
-            f"The ranks' pieces of {result} are added up. Along tp each rank has a piece of its own, and the gradients "
-            "of different pieces must stay apart.\n(Along dp, where ranks have copies of the weights, you would add.)",
-        ),
-    )
+    }
 
 
 def _backward_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
@@ -124,15 +108,14 @@ BACKWARD = Exercise(
     plain=_slopes,
     results={"da": COLUMNS, "db": ROWS},
     also={"dx": P()},
-    mistakes=(
-        *_backward_mistakes("da"),
-        *_backward_mistakes("db"),
-        Mistake(
-            "dx",
-            "da and db are right. This dx is only the rank's own term; the other ranks' columns of A contribute too.",
-            lambda seen: _formulas(seen, lambda z, y: 2 * (z - seen.own["target"]))["dx"],
-        ),
-    ),
+    mistakes={
+        "da": _backward_mistakes("da", dim=1),
+        "db": _backward_mistakes("db", dim=0),
+        "dx": {
+            "da and db are right. This dx is only the rank's own term; the other ranks' columns of A contribute "
+            "too.": lambda seen: _formulas(seen, lambda z, y: 2 * (z - seen.own["target"]))["dx"],
+        },
+    },
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["target"], mesh),
     divided="tp",
     tolerance=1e-7,  # the accuracy of finite differences
@@ -152,26 +135,10 @@ def check_backward(fn: Callable[..., Any], framework: Framework = "torch") -> Ve
 # --- a bias, once --------------------------------------------------------------------------------------------------
 
 
-def _row_linear(tensors: Tensors) -> Tensors:
-    """y = x @ w + bias, and the gradients of sum(y * weight)."""
-    y = tensors["x"] @ tensors["w"] + tensors["bias"]
-    dy = weight(y)
-    return {"y": y, "dw": tensors["x"].T @ dy, "dbias": dy.sum(0)}
-
-
 def _columns_of_x(seen: Seen, index: int) -> np.ndarray:
     """The columns of x for the rows of w that the rank at `index` holds."""
     width = len(seen.own["w"])
     return seen.tensors["x"][:, index * width : (index + 1) * width]
-
-
-def _own_addend(seen: Seen) -> np.ndarray:
-    return _columns_of_x(seen, seen.mesh.index(seen.rank, "tp")) @ seen.own["w"] + seen.own["bias"]
-
-
-def _always_first(seen: Seen) -> np.ndarray:
-    rows = np.split(seen.tensors["w"], seen.mesh.axis_size("tp"))
-    return _columns_of_x(seen, 0) @ sum(rows) + seen.own["bias"]
 
 
 APART = (
@@ -180,32 +147,20 @@ APART = (
 )
 
 
-def bias_mistakes() -> tuple[Mistake, ...]:
-    """The mistakes with a bias that give the right result and a wrong gradient."""
-    return (
-        Mistake(
-            "dbias",
-            "y is right, but the bias learns R times too slowly. Each rank adds 1/R of it, and receives the "
-            "gradient of that part only.\nWhich gradient would the bias receive if it were added after the sum?",
-            lambda seen: seen.want / seen.mesh.axis_size("tp"),
-        ),
-        *(
-            Mistake(
-                "dbias",
-                "y is right, but on this rank the bias receives no gradient, because only one rank adds it. For "
-                "inference that is enough;\nin training, the ranks' copies of the bias would soon differ.",
-                lambda seen, one=one: seen.want * (seen.mesh.index(seen.rank, "tp") == one % seen.mesh.axis_size("tp")),
-            )
-            for one in (0, -1)
-        ),
-        Mistake(
-            "dbias",
-            "y is right, but on each rank the bias is added once and taken off R - 1 times, and its gradient counts "
-            "both.\nAdd the bias once, after the sum.",
-            lambda seen: (2 - seen.mesh.axis_size("tp")) * seen.want,
-        ),
-    )
-
+OF_A_BIAS: Mistakes = {
+    "y is right, but the bias learns R times too slowly. Each rank adds 1/R of it, and receives the "
+    "gradient of that part only.\nWhich gradient would the bias receive if it were added after the sum?": (
+        lambda seen: seen.want / seen.size
+    ),
+    "y is right, but on this rank the bias receives no gradient, because only one rank adds it. For "
+    "inference that is enough;\nin training, the ranks' copies of the bias would soon differ.": (
+        lambda seen: seen.want * (seen.index == 0),
+        lambda seen: seen.want * (seen.index == seen.size - 1),
+    ),
+    "y is right, but on each rank the bias is added once and taken off R - 1 times, and its gradient counts "
+    "both.\nAdd the bias once, after the sum.": lambda seen: (2 - seen.size) * seen.want,
+}
+"""The mistakes with a bias that give the right result and a wrong gradient."""
 
 ROW_LINEAR = Exercise(
     name="row_linear",
@@ -215,33 +170,31 @@ ROW_LINEAR = Exercise(
         "bias": np.array([10.0, 20.0, 30.0, 40.0]),
     },
     specs={"x": P(), "w": ROWS, "bias": P()},
-    plain=_row_linear,
+    plain=lambda x, w, bias: x @ w + bias,
     results={"y": P()},
     gradients=("w", "bias"),
-    mistakes=(
-        Mistake(
-            "y",
-            "Every rank adds the bias, so the sum has it R times. Add it once, after the sum.",
-            lambda seen: seen.want + (seen.mesh.axis_size("tp") - 1) * seen.own["bias"],
-        ),
-        Mistake("y", "The bias is missing.", lambda seen: seen.want - seen.own["bias"]),
-        Mistake("y", "This is the rank's own term: the sum over the ranks is missing.", _own_addend),
-        Mistake(
-            "y",
+    mistakes={
+        "y": {
+            "Every rank adds the bias, so the sum has it R times. Add it once, after the sum.": lambda seen: (
+                seen.want + (seen.size - 1) * seen.own["bias"]
+            ),
+            "The bias is missing.": lambda seen: seen.want - seen.own["bias"],
+            "This is the rank's own term: the sum over the ranks is missing.": lambda seen: (
+                _columns_of_x(seen, seen.index) @ seen.own["w"] + seen.own["bias"]
+            ),
             "Every rank took the first columns of x. The rank at index i holds rows i * width up to (i + 1) * width of "
-            "w, and needs the same columns of x.",
-            _always_first,
-        ),
-        *bias_mistakes(),
-        added_over("dw", "tp", 0, _row_linear, APART),
-        added_up_again(
-            "dw",
-            "tp",
+            "w, and needs the same columns of x.": lambda seen: (
+                _columns_of_x(seen, 0) @ sum(seen.parts(seen.tensors["w"])) + seen.own["bias"]
+            ),
+        },
+        "dbias": OF_A_BIAS,
+        "dw": {
+            APART: added_over(0),
             "y is right, but this is R times too large: dy is the same on every rank, and it was added up.\n"
             "The backward pass of all_gather, ring_all_reduce and copy_to adds up gradients. That of reduce_from does "
-            "not.",
-        ),
-    ),
+            "not.": added_up_again,
+        },
+    },
     fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["x"] @ tensors["w"], mesh),
     divided="tp",
     not_with=("RowParallelLinear",),
@@ -259,29 +212,24 @@ def check_row_linear(fn: Callable[..., Any], framework: Framework = "torch") -> 
 # --- a gated layer -------------------------------------------------------------------------------------------------
 
 
-def _gated(tensors: Tensors) -> Tensors:
-    """z = (silu(x @ a) * (x @ c)) @ b, and the gradients of sum(z * weight)."""
-    x, a, c, b = (tensors[name] for name in "xacb")
-    u, v = x @ a, x @ c
-    gate = 1 / (1 + np.exp(-u))
-    y = u * gate * v
-    z = y @ b
-    dz = weight(z)
-    dy = dz @ b.T
-    du, dv = dy * v * gate * (1 + u * (1 - gate)), dy * u * gate
-    by_a, by_c = du @ a.T, dv @ c.T
-    weights = {"da": x.T @ du, "dc": x.T @ dv, "db": y.T @ dz}
-    return {"z": z, "dx": by_a + by_c, **weights, "dx through a": by_a, "dx through c": by_c}
+def _gated(x: np.ndarray, a: np.ndarray, c: np.ndarray, b: np.ndarray, for_c: np.ndarray | None = None) -> np.ndarray:
+    """(silu(x @ a) * (x @ c)) @ b. `for_c` is an x for c alone."""
+    u = x @ a
+    return u / (1 + np.exp(-u)) * ((x if for_c is None else for_c) @ c) @ b
 
 
-def _one_way(summed: str, alone: str) -> Mistake:
+def _through(way: str, x: np.ndarray, a: np.ndarray, c: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The part of dx that comes through a, or through c."""
+    return slopes(lambda one: _gated(one, a, c, b, x) if way == "a" else _gated(x, a, c, b, one), x)
+
+
+def _one_way(summed: str, alone: str) -> Mistakes:
     """The mistake of adding up the gradients of only one of the paths from x, through a or c."""
-    hint = f"The gradients that come through {summed} are added up, but x also goes through {alone}."
-
-    def wrong(seen: Seen) -> np.ndarray:
-        return _gated(seen.tensors)[f"dx through {summed}"] + _gated(seen.own)[f"dx through {alone}"]
-
-    return Mistake("dx", hint, wrong)
+    return {
+        f"The gradients that come through {summed} are added up, but x also goes through {alone}.": (
+            lambda seen: _through(summed, *seen.tensors.values()) + _through(alone, *seen.own.values())
+        )
+    }
 
 
 GATED = Exercise(
@@ -296,23 +244,22 @@ GATED = Exercise(
     plain=_gated,
     results={"z": P()},
     gradients=("x", "a", "c", "b"),
-    mistakes=(
-        own_part(_gated, "z", "This is the rank's own term. b is split by rows, so the sum is missing."),
-        Mistake(
-            "z",
-            "silu is applied to x @ c. It belongs to x @ a.",
-            lambda seen: _gated({**seen.tensors, "a": seen.tensors["c"], "c": seen.tensors["a"]})["z"],
-        ),
-        own_part(
-            _gated,
-            "dx",
-            "This is the rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do that?",
-        ),
-        _one_way("a", "c"),
-        _one_way("c", "a"),
-        *(added_over(f"d{name}", "tp", 0 if name == "b" else 1, _gated, APART) for name in "acb"),
-    ),
-    fewest=lambda mesh, tensors: bytes_of_a_sum(_gated(tensors)["z"], mesh) + bytes_of_a_sum(tensors["x"], mesh),
+    mistakes={
+        "z": {
+            "This is the rank's own term. b is split by rows, so the sum is missing.": own_part,
+            "silu is applied to x @ c. It belongs to x @ a.": (
+                lambda seen: seen.of({**seen.tensors, "a": seen.tensors["c"], "c": seen.tensors["a"]})
+            ),
+        },
+        "dx": {
+            "This is the rank's own part of dx: nothing adds up the gradients of the ranks. Does f or g do "
+            "that?": own_part,
+            **_one_way("a", "c"),
+            **_one_way("c", "a"),
+        },
+        **{f"d{name}": {APART: added_over(0 if name == "b" else 1)} for name in "acb"},
+    },
+    fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),
     excess=(
         "Two sums will do: one forward, of the ranks' terms of z, and one backward, of their parts of dx. So x passes "
         "through one f, and what comes out through one g."

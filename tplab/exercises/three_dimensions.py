@@ -89,26 +89,21 @@ def check_layouts(chosen: Mapping[str, str]) -> Verdict:
         return Verdict(False, f"my_layouts: {unknown[0]!r} is not among the clusters, which are {', '.join(CLUSTERS)}.")
     if not any(chosen.values()):
         return Verdict(None, "my_layouts: not started. Choose a layout for each cluster, then run this cell again.")
-    lines, right = [], True
-    for cluster in CLUSTERS:
-        layout = " ".join(str(chosen.get(cluster) or "").replace("×", "x").split())
-        if not layout:
-            right = False
-            lines.append(f"{cluster}: not chosen yet")
-            continue
-        if layout not in LAYOUTS:
-            right = False
-            lines.append(f"{cluster}: {layout!r} is not among the layouts; choose one of {', '.join(LAYOUTS)}")
-            continue
-        best = min(LAYOUTS, key=lambda other: _seconds(other, cluster))
-        took, least = _seconds(layout, cluster), _seconds(best, cluster)
-        if took <= 1.001 * least:
-            lines.append(f"{cluster}: {layout} is the fastest, {time_text(took, 's')} per step")
-        else:
-            right = False
-            slower = f"takes {took / least:.3g} times as long as the fastest"
-            lines.append(f"{cluster}: {layout} {slower}. {_hint(layout, cluster)}")
-    return Verdict(right, "\n".join(lines))
+    judged = [(cluster, *_judged(cluster, str(chosen.get(cluster) or ""))) for cluster in CLUSTERS]
+    return Verdict(all(passed for *_, passed in judged), "\n".join(f"{cluster}: {text}" for cluster, text, _ in judged))
+
+
+def _judged(cluster: str, chosen: str) -> tuple[str, bool]:
+    """What to say of the layout chosen for a cluster, and whether it is right."""
+    layout = " ".join(chosen.replace("×", "x").split())
+    if not layout:
+        return "not chosen yet", False
+    if layout not in LAYOUTS:
+        return f"{layout!r} is not among the layouts; choose one of {', '.join(LAYOUTS)}", False
+    took, least = _seconds(layout, cluster), min(_seconds(other, cluster) for other in LAYOUTS)
+    if took <= 1.001 * least:
+        return f"{layout} is the fastest, {time_text(took, 's')} per step", True
+    return f"{layout} takes {took / least:.3g} times as long as the fastest. {_hint(layout, cluster)}", False
 
 
 def _hint(layout: str, cluster: str) -> str:

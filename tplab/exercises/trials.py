@@ -12,6 +12,7 @@ import numpy as np
 
 from tplab.exercises.damage import Untouched
 from tplab.exercises.exercise import Exercise, Framework, Tensors
+from tplab.exercises.slopes import weight
 from tplab.mesh import Mesh
 from tplab.sharding import P, split
 from tplab.trace.trace import Trace
@@ -31,7 +32,7 @@ def trials(
 ) -> Iterator[Trial]:
     """Yield a trial with the results, then one with the gradients, so that a wrong result is reported as such."""
     specs = tuple(exercise.specs[key] for key in tensors)
-    right = exercise.plain(tensors)
+    right = {name: exercise.right(name, tensors) for name in (*exercise.results, *exercise.also)}
     damage: list[str] = []
     followed: list[weakref.ref[Any]] = []  # the arguments that require gradients; autograd's graph keeps them alive
 
@@ -96,11 +97,6 @@ def _strange(returned: Any, results: tuple[Any, ...], num_also: int, num: int, f
     return ""
 
 
-def weight(result: np.ndarray) -> np.ndarray:
-    """The weights of a result's entries in the loss: no two of them are equal, and none is zero."""
-    return np.cos(np.arange(result.size)).reshape(result.shape)
-
-
 def run_of(framework: Framework) -> Callable[..., Any]:
     """The framework's `run`."""
     if framework == "torch":
@@ -137,12 +133,8 @@ def _run(
     names: list[str],
 ) -> tuple[list[dict[str, np.ndarray]], Trace]:
     out = run_of(framework)(program, mesh, *arrays_for(framework, tensors), in_specs=specs)
-    return [{name: _array(one) for name, one in zip(names, results)} for results in out.per_rank], out.trace
-
-
-def _array(result: Any) -> np.ndarray:
-    """A rank's result as an array."""
-    return np.asarray(result.detach() if hasattr(result, "detach") else result)
+    plain = ([one.detach() if hasattr(one, "detach") else one for one in results] for results in out.per_rank)
+    return [dict(zip(names, map(np.asarray, results))) for results in plain], out.trace
 
 
 def _torch_gradient(

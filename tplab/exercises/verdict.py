@@ -26,6 +26,7 @@ from tplab.exercises.calls import LIBRARIES, library_call
 from tplab.exercises.damage import Untouched, moved_on
 from tplab.mesh import Mesh
 from tplab.widgets.matrices import Matrices, Panel
+from tplab.widgets.paper.card import Card
 
 P = ParamSpec("P")
 K = TypeVar("K")
@@ -40,13 +41,18 @@ class Verdict:
     def __repr__(self) -> str:
         return self.text
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+    def card(self) -> Card | None:
+        """The picture, if there is one."""
         if not self.panels:
-            return {"text/plain": self.text}
+            return None
         title, _, text = self.text.partition("\n")
         card = Matrices(self.panels, title, text)
         card.sentence = self.text
-        return card._repr_mimebundle_(**kwargs)
+        return card
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        card = self.card()
+        return card._repr_mimebundle_(**kwargs) if card else {"text/plain": self.text}
 
 
 class Refused(Exception):
@@ -249,8 +255,9 @@ def hint(got: Any, known: Mapping[str, Any], otherwise: str = "", slack: float =
 class Case:
     """The learner's result in one case, and the right one.
 
-    known   hint on a mistake -> its result here
-    text    the beginning of a refusal   given   the input, to check the numbers by: "For 3 tokens, "
+    known       hint on a mistake -> its result here
+    text        the beginning of a refusal   given   the input, to check the numbers by: "For 3 tokens, "
+    otherwise   what to say instead of both results, if no mistake explains the learner's
     """
 
     got: np.ndarray
@@ -258,6 +265,7 @@ class Case:
     known: Mapping[str, Any]
     text: str
     given: str = ""
+    otherwise: str = ""
 
     def numbers(self, slack: float) -> str:
         """Both results in words; of a table, the first wrong row."""
@@ -270,15 +278,16 @@ class Case:
         return text[0].upper() + text[1:]
 
 
-def compare(cases: Iterable[Case], slack: float = 1e-9) -> None:
-    """Refuse the first case that is wrong: with its cause if one mistake explains all cases, or else with numbers."""
+def compare(cases: Iterable[Case], slack: float = 1e-9) -> list[Case]:
+    """All cases. Refuses the first that is wrong: with its cause if one mistake explains all, or else with numbers."""
     cases, before = iter(cases), list[Case]()
     for case in cases:
-        if differs(case.got, case.want, slack).any():
+        if (off := np.atleast_2d(differs(case.got, case.want, slack))).any():
             tried = ((one.got, one.known) for one in chain([case], before, cases))
-            said = cause(tried, case.numbers(slack), slack)
-            refuse(f"{case.text}\n{said}", beside("yours", np.atleast_2d(case.got), np.atleast_2d(case.want)))
+            said = cause(tried, case.otherwise or case.numbers(slack), slack)
+            refuse(f"{case.text}\n{said}", beside("yours", np.atleast_2d(case.got), np.atleast_2d(case.want), off))
         before.append(case)
+    return before
 
 
 def listed(things: Iterable[Any]) -> str:

@@ -53,7 +53,8 @@ def check_guess(dp: int | None, tp: int | None, microbatch: int | None, model: s
         return Verdict(False, _not_measured(runs, replace(runs[0].plan, dp=dp, tp=tp, microbatch=microbatch, zero=1)))
     best, mine = runs[0], min(alike, key=lambda run: run.seconds)
     said = forecast_of(mine)
-    shown = f"Forecast: {said.seconds:.2f} s: {_in_parts(said)}."
+    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in said.parts.items() if seconds > 0.005)
+    shown = f"Forecast: {said.seconds:.2f} s: {parts}."
     if mine.seconds <= 1.03 * best.seconds:
         as_good = f"That is {'' if mine is best else 'as good as '}the best of {len(runs)} runs."
         return Verdict(True, f"Measured: {mine.seconds:.2f} s per step. {as_good}\n{shown}")
@@ -65,10 +66,6 @@ def check_guess(dp: int | None, tp: int | None, microbatch: int | None, model: s
         f"takes {mine.seconds / best.seconds:.2f} times as long.\n{shown}\n"
         f"By the forecast, most of what is not computing goes to {part}. Guess again.",
     )
-
-
-def _in_parts(one: Forecast) -> str:
-    return ", ".join(f"{part} {seconds:.2f}" for part, seconds in one.parts.items() if seconds > 0.005)
 
 
 def _not_measured(runs: tuple[Run, ...], plan: Plan) -> str:

@@ -202,25 +202,15 @@ class Job:
         )
 
 
-def _twice_the_stages(plan: Plan) -> Plan:
-    return replace(plan, pp=2 * plan.pp, dp=plan.dp // 2) if plan.dp % 2 == 0 else plan
-
-
-def _half_the_microbatch(plan: Plan) -> Plan:
-    return replace(plan, microbatch=plan.microbatch // 2) if plan.microbatch % 2 == 0 else plan
-
-
-def _with(**fields: Any) -> Callable[[Plan], Plan]:
-    return lambda plan: replace(plan, **fields)
-
-
 REMEDIES: Mapping[str, Callable[[Plan], Plan]] = {
     "sequence parallelism": lambda plan: replace(plan, sequence_parallel=plan.tp > 1),
     "ZeRO 1": lambda plan: replace(plan, zero=max(1, plan.zero)),
-    "half the microbatch": _half_the_microbatch,
-    "twice pp, half dp": _twice_the_stages,
-    "full recomputation": _with(recompute="full"),
-    "ZeRO 3": _with(zero=3),
+    "half the microbatch": (
+        lambda plan: plan if plan.microbatch % 2 else replace(plan, microbatch=plan.microbatch // 2)
+    ),
+    "twice pp, half dp": lambda plan: plan if plan.dp % 2 else replace(plan, pp=2 * plan.pp, dp=plan.dp // 2),
+    "full recomputation": lambda plan: replace(plan, recompute="full"),
+    "ZeRO 3": lambda plan: replace(plan, zero=3),
 }
 """Possible changes of a job, the smallest first. A remedy that is impossible leaves the plan as it is."""
 KEPT = {"ZeRO 3": " (A rank keeps no bfloat16 parameters.)"}

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Accumulate = Callable[[Any, Callable[[Any, Any], Any], Sequence[Any]], Any]
-NAME = "accumulate"
 WIDTH, ROWS = 6, 4
 SIZES = ((2, 3), (3, 4), (2, 2), (1, 2))
 """(number of ranks, parts of each rank's batch)."""
 
 
-@check(NAME)
+@check("accumulate")
 def check_accumulate(accumulate: Accumulate) -> Verdict:
     """Check that `accumulate(net, loss_of, batches)` leaves the gradients of the mean loss over the batches of all
     ranks in `net`, a DistributedDataParallel, and sends them only once.

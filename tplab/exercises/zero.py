@@ -8,19 +8,13 @@ from typing import Any
 import numpy as np
 
 from tplab.exercises.check import Answer, Verdict, but, grade
-from tplab.exercises.exercise import Exercise, Framework, Mistake, Seen, Tensors
-from tplab.exercises.trials import weight
+from tplab.exercises.exercise import Exercise, Framework, Seen, Tensors, Wrong, bytes_of_a_sum, bytes_to_gather
+from tplab.exercises.slopes import slopes, weight
 from tplab.mesh import Mesh
-from tplab.sharding import P, cut
+from tplab.sharding import P
 
 RATE, DECAY = 0.5, 0.9
 MESHES = (Mesh(dp=2), Mesh(dp=3), Mesh(dp=4), Mesh(dp=2, tp=2), Mesh(dp=1))
-
-
-def _to_each(mesh: Mesh, array: np.ndarray, times: int) -> int:
-    """The bytes that all ranks together send to gather an array, or reduce it to pieces, `times` times."""
-    num_ranks = mesh.axis_size("dp")
-    return times * (num_ranks - 1) * array.nbytes * (mesh.size // num_ranks)
 
 
 # --- the bug to repair ---------------------------------------------------------------------------------------------
@@ -33,45 +27,22 @@ def _step_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {name: rng.normal(size=size) for name, size in sizes.items()}
 
 
-def _gradients(tensors: Tensors) -> np.ndarray:
-    """Every rank's gradient: [ranks, D, F]."""
-    return tensors["dw"].reshape(-1, *tensors["w"].shape)
-
-
-def _stepped(tensors: Tensors, times: float = 1) -> Tensors:
-    m = DECAY * tensors["m"] + times * _gradients(tensors).mean(0)
-    return {"w": tensors["w"] - RATE * m, "m": m}
-
-
-def _own_rows(seen: Seen) -> range:
-    return cut(len(seen.tensors["w"]), seen.mesh.axis_size("dp"), "equal")[seen.mesh.index(seen.rank, "dp")]
+def _stepped(w: Any, dw: Any, m: Any, *, times: float = 1, decay: float = DECAY) -> tuple[Any, Any]:
+    m = decay * m + times * dw.reshape(-1, *w.shape).mean(0)
+    return w - RATE * m, m
 
 
 def _stale(seen: Seen) -> np.ndarray:
     """This rank's rows are new, and all others are old."""
-    w, own = seen.tensors["w"].copy(), _own_rows(seen)
-    w[own] = seen.want[own]
-    return w
-
-
-def _alone(seen: Seen) -> np.ndarray:
-    """A step with this rank's own gradient."""
-    return _stepped({**seen.tensors, "dw": seen.own["dw"]})["w"]
-
-
-def _without_momentum(seen: Seen) -> np.ndarray:
-    return seen.tensors["w"] - RATE * _gradients(seen.tensors).mean(0)
+    whole = seen.parts(seen.tensors["w"])
+    whole[seen.index] = seen.part(seen.want)
+    return np.concatenate(whole)
 
 
 def _each_its_own(seen: Seen) -> np.ndarray:
     """All rows are new, but each rank's are stepped with its own gradient."""
-    gradients, owner = _gradients(seen.tensors), np.repeat(np.arange(seen.mesh.axis_size("dp")), len(seen.own["m"]))
-    m = DECAY * seen.tensors["m"] + gradients[owner, np.arange(len(owner))]
-    return seen.tensors["w"] - RATE * m
-
-
-def _without_decay(seen: Seen) -> np.ndarray:
-    return seen.tensors["w"] - RATE * (seen.tensors["m"] + _gradients(seen.tensors).mean(0))
+    w, dw, m = (seen.parts(array) for array in seen.tensors.values())
+    return np.concatenate([_stepped(w[r], seen.parts(dw[r])[r], m[r])[0] for r in range(seen.size)])
 
 
 STEP = Exercise(
@@ -80,40 +51,33 @@ STEP = Exercise(
     specs={"w": P(), "dw": P("dp"), "m": P("dp")},
     plain=_stepped,
     results={"w": P(), "m": P("dp")},
-    mistakes=(
-        Mistake(
-            "w",
+    mistakes={
+        "w": {
             "This rank's own rows are new, and all others are as they were before the step. From now on every rank "
-            "has a different model.\nWhich collective gives each rank the rows of all others?",
-            _stale,
-        ),
-        Mistake("w", "This is a step with this rank's own gradient. The other ranks' gradients are missing.", _alone),
-        Mistake(
-            "w",
-            "Each rank steps its rows with its own gradient. It needs the mean of all ranks' gradients for these rows.",
-            _each_its_own,
-        ),
-        Mistake(
-            "w",
-            "The gradients of all ranks were added up, so the step is too long: take their mean.",
-            lambda seen: _stepped(seen.tensors, seen.mesh.axis_size("dp"))["w"],
-        ),
-        Mistake(
-            "w",
+            "has a different model.\nWhich collective gives each rank the rows of all others?": _stale,
+            "This is a step with this rank's own gradient. The other ranks' gradients are missing.": (
+                lambda seen: seen.of({**seen.tensors, "dw": seen.own["dw"]})
+            ),
+            "Each rank steps its rows with its own gradient. It needs the mean of all ranks' gradients for these "
+            "rows.": _each_its_own,
+            "The gradients of all ranks were added up, so the step is too long: take their mean.": lambda seen: (
+                _stepped(*seen.tensors.values(), times=seen.size)[0]
+            ),
             "Every row takes only 1/dp of its step. If you take the mean of all ranks' w: only one of them has stepped "
-            "a row.",
-            lambda seen: seen.tensors["w"] + (seen.want - seen.tensors["w"]) / seen.mesh.axis_size("dp"),
-        ),
-        Mistake("w", "This step leaves out the momentum of before.", _without_momentum),
-        Mistake("w", "The momentum of before is multiplied by 0.9 first.", _without_decay),
-        Mistake(
-            "w",
-            "w is stepped with the momentum of before this step. First compute the new m.",
-            lambda seen: seen.tensors["w"] - RATE * seen.tensors["m"],
-        ),
-        Mistake("m", "w is right, but m is as it was before the step.", lambda seen: seen.own["m"]),
-    ),
-    fewest=lambda mesh, tensors: _to_each(mesh, tensors["w"], 2),
+            "a row.": lambda seen: seen.tensors["w"] + (seen.want - seen.tensors["w"]) / seen.size,
+            "This step leaves out the momentum of before.": lambda seen: _stepped(*seen.tensors.values(), decay=0)[0],
+            "The momentum of before is multiplied by 0.9 first.": lambda seen: _stepped(
+                *seen.tensors.values(), decay=1
+            )[0],
+            "w is stepped with the momentum of before this step. First compute the new m.": lambda seen: (
+                seen.tensors["w"] - RATE * seen.tensors["m"]
+            ),
+        },
+        "m": {
+            "w is right, but m is as it was before the step.": lambda seen: seen.own["m"],
+        },
+    },
+    fewest=lambda mesh, tensors: bytes_of_a_sum(tensors["w"], mesh, "dp"),
     excess=(
         "ZeRO 1 sends as much as one all_reduce of the gradients, which is a reduce_scatter and an all_gather. A rank "
         "needs the mean\nof its own rows only, then steps them with its own rows of m, and gathers what has changed."
@@ -141,47 +105,26 @@ def _layer_tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
     return {"x": rng.normal(size=(2 * width, width)), "piece": rng.normal(size=2 * width * width)}
 
 
-def _layer(tensors: Tensors) -> Tensors:
-    x = tensors["x"]
-    a, b = tensors["piece"].reshape(2, x.shape[1], x.shape[1])
-    h = x @ a
-    y = np.maximum(h, 0) @ b
-    dy = weight(y)
-    return {"y": y, **_layer_gradients(x, a, b, h, dy)}
-
-
-def _layer_gradients(x: np.ndarray, a: np.ndarray, b: np.ndarray, h: np.ndarray, dy: np.ndarray) -> Tensors:
-    dh = (dy @ b.T) * (h > 0)
-    db = np.maximum(h, 0).T @ dy
-    return {"dx": dh @ a.T, "dpiece": np.concatenate([(x.T @ dh).ravel(), db.ravel()])}
+def _layer(x: np.ndarray, piece: np.ndarray) -> np.ndarray:
+    a, b = np.moveaxis(piece.reshape(*piece.shape[:-1], 2, x.shape[-1], x.shape[-1]), -3, 0)
+    return np.maximum(x @ a, 0) @ b
 
 
 def _own_rows_only(seen: Seen) -> np.ndarray:
     """This rank's piece of the gradient from only its own rows of the batch."""
-    x = seen.tensors["x"]
-    a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
-    num_ranks, index = seen.mesh.axis_size("dp"), seen.mesh.index(seen.rank, "dp")
-    rows = cut(len(x), num_ranks, "equal")[index]
-    dy = weight(np.empty((len(x), x.shape[1])))[rows]
-    whole = _layer_gradients(x[rows], a, b, x[rows] @ a, dy)["dpiece"]
-    return whole[cut(whole.size, num_ranks, "equal")[index]]
+    weights = seen.part(weight(seen.tensors["x"]))  # y has the same shape
+    return seen.part(slopes(lambda piece: _layer(seen.own["x"], piece), seen.tensors["piece"], weights))
 
 
-def _with(matrices: Callable[[np.ndarray, int, int], np.ndarray]) -> Callable[[Seen], np.ndarray]:
+def _with(matrices: Callable[[np.ndarray, int, int], np.ndarray], relu: bool = True) -> Wrong:
     """The layer's result with `matrices(row, width, ranks)` [2, D, D] instead of a and b."""
 
     def wrong(seen: Seen) -> np.ndarray:
         x = seen.own["x"]
-        a, b = matrices(seen.tensors["piece"], x.shape[1], seen.mesh.axis_size("dp"))
-        return np.maximum(x @ a, 0) @ b
+        a, b = matrices(seen.tensors["piece"], x.shape[1], seen.size)
+        return np.maximum(x @ a, 0 if relu else -np.inf) @ b
 
     return wrong
-
-
-def _linear(seen: Seen) -> np.ndarray:
-    x = seen.own["x"]
-    a, b = seen.tensors["piece"].reshape(2, x.shape[1], x.shape[1])
-    return x @ a @ b
 
 
 LAYER = Exercise(
@@ -191,39 +134,29 @@ LAYER = Exercise(
     plain=_layer,
     results={"y": P("dp")},
     gradients=("x", "piece"),
-    mistakes=(
-        Mistake("y", "The relu is missing between the two matrices.", _linear),
-        Mistake(
-            "y",
-            "The two matrices are swapped: a comes first in the row of numbers, and b second.",
-            _with(lambda row, d, _: row.reshape(2, d, d)[::-1]),
-        ),
-        Mistake(
-            "y",
+    mistakes={
+        "y": {
+            "The relu is missing between the two matrices.": _with(lambda row, d, _: row.reshape(2, d, d), relu=False),
+            "The two matrices are swapped: a comes first in the row of numbers, and b second.": _with(
+                lambda row, d, _: row.reshape(2, d, d)[::-1]
+            ),
             "You cut this rank's piece in two, as if it held a part of a and a part of b. It is one part of the row.\n"
-            "On two ranks, rank 0 has all of a, and rank 1 has all of b. Gather first, and cut the row then.",
-            _with(lambda row, d, ranks: row.reshape(ranks, 2, -1).swapaxes(0, 1).reshape(2, d, d)),
-        ),
-        Mistake(
-            "y",
-            "Both matrices are transposed: this is relu(x @ a.T) @ b.T, as `F.linear` computes.",
-            _with(lambda row, d, _: row.reshape(2, d, d).swapaxes(1, 2)),
-        ),
-        Mistake(
-            "y",
+            "On two ranks, rank 0 has all of a, and rank 1 has all of b. Gather first, and cut the row then.": _with(
+                lambda row, d, ranks: row.reshape(ranks, 2, -1).swapaxes(0, 1).reshape(2, d, d)
+            ),
+            "Both matrices are transposed: this is relu(x @ a.T) @ b.T, as `F.linear` computes.": _with(
+                lambda row, d, _: row.reshape(2, d, d).swapaxes(1, 2)
+            ),
             "a is the first half of the row, and b the second. You cut the row as a matrix [D, 2 D] with a on its left "
-            "and b on its right.",
-            _with(lambda row, d, _: row.reshape(d, 2, d).swapaxes(0, 1)),
-        ),
-        Mistake(
-            "dpiece",
+            "and b on its right.": _with(lambda row, d, _: row.reshape(d, 2, d).swapaxes(0, 1)),
+        },
+        "dpiece": {
             "y and dx are right, but dpiece comes from this rank's own rows of the batch only. Every rank uses\n"
             "the piece, so the gradients of all ranks are added up. Which gather has a reduce_scatter as its backward "
-            "pass?",
-            _own_rows_only,
-        ),
-    ),
-    fewest=lambda mesh, tensors: _to_each(mesh, tensors["piece"], 3),
+            "pass?": _own_rows_only,
+        },
+    },
+    fewest=lambda mesh, tensors: 3 * bytes_to_gather(tensors["piece"], mesh, "dp"),
     excess=(
         "A unit gathers its whole row once in the forward pass, and at most once more in the backward pass.\n"
         "Both matrices are in that row, and x stays on its rank."

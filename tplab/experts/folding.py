@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 from tplab.errors import MeshError
 from tplab.mesh import Axis, Mesh
@@ -49,7 +50,10 @@ def fold(attention: Mapping[str, int], experts: Mapping[str, int]) -> Folded:
             f"attention has {first.size} ranks ({first}) and the experts have {second.size} ({second}); both are laid "
             "over the same ranks"
         )
-    owners = _ends(first, "of attention") | _ends(second, "of the experts") | {1: ""}
+    ends = _ends(first), _ends(second)
+    owners = {1: ""}
+    for layout, found, whose in ((first, ends[0], "of attention"), (second, ends[1], "of the experts")):
+        owners |= {end: f"{name}={layout.shape[name]} {whose}" for end, name in found.items()}
     for lower, upper in pairwise(sorted(owners)):
         if upper % lower:
             raise MeshError(
@@ -59,7 +63,8 @@ def fold(attention: Mapping[str, int], experts: Mapping[str, int]) -> Folded:
     axes: dict[str, int] = {}
     runs: tuple[dict[str, tuple[str, ...]], ...] = ({}, {})
     for lower, upper in reversed(list(pairwise(sorted(owners)))):
-        size, a, e = upper // lower, _axis_over(upper, first), _axis_over(upper, second)
+        size = upper // lower
+        a, e = (found[min(end for end in found if end >= upper)] for found in ends)  # the axes with this step
         if first.shape[a] == size and (a == e or a not in second.shape):
             name = a
         elif second.shape[e] == size and e not in first.shape:
@@ -77,20 +82,7 @@ def fold(attention: Mapping[str, int], experts: Mapping[str, int]) -> Folded:
     return Folded(Mesh(**axes), *whole)
 
 
-def _ends(layout: Mesh, whose: str) -> dict[int, str]:
-    """After how many ranks each axis ends: the distance of its ranks times their number."""
-    ends, found = 1, {}
-    for name, size in reversed([*layout.shape.items()]):
-        ends *= size
-        found[ends] = f"{name}={size} {whose}"
-    return found
-
-
-def _axis_over(end: int, layout: Mesh) -> str:
-    """The axis that contains the step up to `end` ranks."""
-    reached = 1
-    for name, size in reversed([*layout.shape.items()]):
-        reached *= size
-        if reached >= end:
-            return name
-    raise AssertionError(f"{layout} has fewer than {end} ranks")
+def _ends(layout: Mesh) -> dict[int, str]:
+    """After how many ranks each axis of several ranks ends: the distance of its ranks times their number."""
+    wide = [(name, size) for name, size in reversed([*layout.shape.items()]) if size > 1]
+    return dict(zip(accumulate((size for _, size in wide), mul), (name for name, _ in wide)))

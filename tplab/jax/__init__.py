@@ -32,9 +32,8 @@ from tplab.jax.comm.collectives import (
 )
 from tplab.jax.comm.regions import copy_to, gather_from, reduce_from, scatter_to
 from tplab.jax.comm.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from tplab.jax.data.average import average_gradients, share_of_tokens, tokens_per_rank
+from tplab.jax.data.average import average_gradients, data_parallel, share_of_tokens, tokens_per_rank
 from tplab.jax.data.clipping import clip_gradients, gradient_norm
-from tplab.jax.data.parallel import data_parallel
 from tplab.jax.data.quantized import (
     dequantize,
     quantize,
@@ -42,9 +41,8 @@ from tplab.jax.data.quantized import (
     quantized_reduce_scatter,
     zero_plus_plus,
 )
-from tplab.jax.data.shard_gradients import shard_gradients
 from tplab.jax.data.shard_parameters import shard_parameters
-from tplab.jax.data.sharded_optimizer import shard_optimizer
+from tplab.jax.data.sharded_optimizer import shard_gradients, shard_optimizer
 from tplab.jax.layers.attention import ParallelSelfAttention
 from tplab.jax.layers.dropout import dropout
 from tplab.jax.layers.experts import MixtureOfExperts, ParallelExperts

@@ -7,12 +7,16 @@ from typing import Literal, get_args
 
 from tplab.errors import ShapeError, one_of
 from tplab.mesh import Axis
+from tplab.sharding import share
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
 DISPATCHES = ("all_to_all", "per_rank", "gather", "two_levels")
 REDUCTIONS = ("mean", "sum", "none")
 MODES = ("gather", "scatter", "none")
 """The modes of the overlapped linear layers."""
+
+LayoutName = Literal["contiguous", "zigzag", "striped"]
+"""Which tokens of a sequence each rank holds: see `tplab.sequence.TokenLayout`."""
 
 SequenceScheme = Literal["ring", "gather", "head"]
 SEQUENCE_SCHEMES: tuple[SequenceScheme, ...] = get_args(SequenceScheme)
@@ -118,11 +122,7 @@ def check_heads(
             f"num_kv_heads is {num_kv_heads}, which does not divide the {num_heads} heads: each key and value head "
             "serves equally many query heads"
         )
-    if num_heads % num_ranks:
-        raise ShapeError(
-            f"num_heads is {num_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are sharded "
-            f"whole;\nuse a mesh whose {label!r} divides {num_heads}, or {-(-num_heads // num_ranks) * num_ranks} heads"
-        )
+    share(num_heads, num_ranks, "num_heads is", axis=label, why="heads are sharded whole")
     if num_kv_heads % num_ranks:
         raise ShapeError(
             f"num_kv_heads is {num_kv_heads}, which the {num_ranks} ranks of axis {label!r} cannot share: heads are "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from tplab.errors import ShapeError, one_of
 from tplab.experts.losses import BALANCE
 from tplab.experts.routing import Routing
 from tplab.mesh import Axis
-from tplab.models.checks import ACTIVATIONS
+from tplab.models.checks import ACTIVATIONS, LayoutName, SequenceScheme
 from tplab.sharding import P
 
 NORMS = ("layer", "rms")
@@ -206,3 +206,109 @@ def _into_stream(config: GPTConfig) -> float:
 def _norm(name: str, config: GPTConfig) -> dict[str, Parameter]:
     found = {f"{name}.weight": Parameter((config.width,), P(), 1, 0)}
     return found | ({f"{name}.bias": Parameter((config.width,), P(), 0, 0)} if config.norm == "layer" else {})
+
+
+# --- its layers -------------------------------------------------------------------------------------------------------
+
+
+class Kinds(NamedTuple):
+    """The layers of a framework that a GPT is made of."""
+
+    embedding: Any
+    layer_norm: Any
+    rms_norm: Any
+    attention: Any
+    mlp: Any
+    experts: Any
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A GPT, or one of its layers: its configuration, and the axes over which its layers are sharded.
+
+    The arguments are those of GPT. A framework's own Parts have its `kinds`, of which the methods make layers.
+    """
+
+    config: GPTConfig
+    axis: Axis = "tp"
+    _: KW_ONLY
+    sequence_parallel: bool = False
+    data_axis: Axis | None = None
+    context_axis: Axis | None = None
+    layout: LayoutName = "zigzag"
+    scheme: SequenceScheme = "ring"
+    expert_axis: Axis = "ep"
+    dispatch: str = "all_to_all"
+    kinds: ClassVar[Kinds]
+
+    @property
+    def sequence_axis(self) -> Axis | None:
+        """The axis whose ranks have parts of the sequence between the layers."""
+        return self.axis if self.sequence_parallel else None
+
+    @property
+    def varies_along(self) -> Axis | None:
+        """The axes along which ranks have different tokens, and so draw different dropout masks."""
+        return _names(self.data_axis, self.context_axis, self.sequence_axis)
+
+    def counted_over(self, over: str) -> dict[str, Axis | None]:
+        """The axis argument of `balance_loss`: the ranks whose tokens it counts together."""
+        found = self.context_axis, self.sequence_axis
+        if over == "global":
+            return {"axis": _names(self.data_axis, self.expert_axis, *found)}
+        return {"sequence_axis": _names(*found)}
+
+    def make_embedding(self) -> Any:
+        config = self.config
+        return self.kinds.embedding(config.vocab_size, config.width, self.axis, sequence_dim=self._sequence_dim)
+
+    def make_norm(self) -> Any:
+        kind = self.kinds.layer_norm if self.config.norm == "layer" else self.kinds.rms_norm
+        return kind(self.config.width, sequence_axis=self.sequence_axis)
+
+    def make_attention(self) -> Any:
+        config = self.config
+        return self.kinds.attention(
+            config.width,
+            config.num_heads,
+            self.axis,
+            num_kv_heads=config.num_kv_heads,
+            bias=config.bias,
+            sequence_dim=self._sequence_dim,
+            context_axis=self.context_axis,
+            layout=self.layout,
+            scheme=self.scheme,
+        )
+
+    def make_mlp(self, shared: int = 0) -> Any:
+        """The MLP of a block; or that of so many features which all tokens use beside their experts."""
+        config, hidden = self.config, shared or self.config.hidden_width
+        how = {"activation": config.activation, "bias": config.bias and not shared, "sequence_dim": self._sequence_dim}
+        return self.kinds.mlp(config.width, hidden, self.axis, **how)
+
+    def make_experts(self, about: GPTExperts) -> Any:
+        return self.kinds.experts(
+            self.config.width,
+            about.hidden,
+            about.routing,
+            self.expert_axis,
+            activation=self.config.activation,
+            dispatch=self.dispatch,
+            tensor_axis=self.axis,
+            same_tokens=not self.sequence_parallel,
+        )
+
+    @property
+    def _sequence_dim(self) -> int | None:
+        return 1 if self.sequence_parallel else None
+
+
+def beside(x: Any, *balance: Any) -> Any:
+    """x, or a tuple of x and the balance losses if there are any."""
+    return (x, *balance) if balance else x
+
+
+def _names(*axes: Axis | None) -> Axis | None:
+    """The names of all these axes, each once; None if there are none."""
+    names = (name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis))
+    return tuple(dict.fromkeys(names)) or None

@@ -12,15 +12,16 @@ from typing import Any
 
 from tplab.errors import ShapeError, SpecError
 from tplab.mesh import Mesh
-from tplab.sharding import P, cut
+from tplab.sharding import P, held_by
 
 State = Mapping[str, Any]
 Join = Callable[[list[Any], int], Any]
 
 
 def split_state(state: State, specs: State, mesh: Mesh) -> list[dict[str, Any]]:
-    """The part of a whole state that each rank of `mesh` holds, according to the specs.
+    """The part of a whole state that each rank of `mesh` holds. (In JAX `run` does this itself: in_specs=layer.specs.)
 
+    state   name -> whole array; dicts may be nested, as JAX's parameters are        specs   the same structure of P
     A dim that does not divide evenly is cut into pieces of ceil(n / R), the last ones smaller, like a vocabulary. For
     NumPy and torch, the pieces are views of the whole. Raises SpecError if the names of state and specs differ.
     """
@@ -119,14 +120,7 @@ def _check_dims(name: str, array: Any, spec: P) -> None:
 def _piece(name: str, values: list[Any], spec: P, mesh: Mesh, rank: int) -> Any:
     (whole,) = values
     _check_dims(name, whole, spec)
-    slices = []
-    for dim, entry in enumerate(spec):
-        if entry is None:
-            slices.append(slice(None))
-        else:
-            piece = cut(whole.shape[dim], mesh.axis_size(entry), "ceil")[mesh.index(rank, entry)]
-            slices.append(slice(piece.start, piece.stop))
-    return whole[(*slices, ...)]
+    return whole[(*(slice(held.start, held.stop) for held in held_by(whole.shape, spec, mesh, rank)), ...)]
 
 
 def _check_names(state: State, specs: State) -> None:

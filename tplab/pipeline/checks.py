@@ -131,9 +131,10 @@ def split_batch(inputs: Any, targets: Any, num_microbatches: int) -> list[tuple[
     for what, side in zip(("inputs", "targets"), sides):
         for x in side:
             if not getattr(x, "shape", ()):
+                kind = "a tensor without dims" if hasattr(x, "shape") else f"an object of type {type(x).__name__}"
                 raise TypeError(
-                    f"split_batch cuts tensors along dim 0, and the {what} have {_kind(x)}; give a tensor, or a tuple "
-                    "of tensors"
+                    f"split_batch cuts tensors along dim 0, and the {what} have {kind}; give a tensor, or a tuple of "
+                    "tensors"
                 )
     sizes = {x.shape[0] for side in sides for x in side}
     if len(sizes) != 1:
@@ -163,7 +164,3 @@ def check_microbatches(microbatches: Sequence[Any], expected: int) -> Sequence[t
                 "gives them"
             )
     return microbatches
-
-
-def _kind(x: Any) -> str:
-    return "a tensor without dims" if hasattr(x, "shape") else f"an object of type {type(x).__name__}"

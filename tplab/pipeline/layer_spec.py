@@ -26,7 +26,7 @@ class LayerSpec:
     @property
     def name(self) -> str:
         """The name of the class."""
-        return getattr(self.cls, "__name__", type(self.cls).__name__)
+        return _name_of(self.cls)
 
     def build(self) -> Any:
         """Build the layer; each call builds a new one."""
@@ -81,7 +81,8 @@ def layer_names(layers: Sequence[Any]) -> list[str]:
                 f"layer {place} is {layer!r}, which cannot be called; a layer is a LayerSpec, a layer that is there "
                 "already, or a function"
             )
-    return [layer.name if isinstance(layer, LayerSpec) else _name(layer) for layer in layers]
+    names = (layer.name if isinstance(layer, LayerSpec) else _name_of(layer) for layer in layers)
+    return [name.replace("<lambda>", "lambda") for name in names]
 
 
 def ties(layers: Sequence[Any]) -> Mapping[str, list[int]]:
@@ -93,5 +94,5 @@ def ties(layers: Sequence[Any]) -> Mapping[str, list[int]]:
     return found
 
 
-def _name(layer: Any) -> str:
-    return getattr(layer, "__name__", type(layer).__name__).replace("<lambda>", "lambda")
+def _name_of(x: Any) -> str:
+    return getattr(x, "__name__", type(x).__name__)

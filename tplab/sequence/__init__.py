@@ -1,6 +1,6 @@
 """A sequence cut over ranks: which tokens each rank holds, which scores it computes and when, and what that costs."""
 
-from tplab.sequence.checks import check_attention, check_heads_to_share, check_rope
+from tplab.sequence.call import check_attention, check_heads_to_share, check_rope
 from tplab.sequence.costs import (
     SCHEMES,
     BytesSent,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from tplab.errors import ShapeError, one_of
+from tplab.models.checks import LayoutName
 from tplab.sharding import cut, share
 
-LayoutName = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 

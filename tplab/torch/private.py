@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import _random
 import ctypes
-import importlib
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,9 +77,15 @@ dispatch_modes = _get_current_dispatch_mode_stack
 no_dispatch = _C._DisableTorchDispatch
 """`with no_dispatch():` no mode sees what tplab itself does, which is not an operation of the program."""
 num_modes = _C._len_torch_dispatch_stack
-push_mode = _C._push_on_torch_dispatch_stack
-pop_mode = _C._pop_torch_dispatch_stack
-"""For putting a mode below those of the program, which may be popped in any order."""
+
+
+def put_modes(stack: Sequence[Any]) -> None:
+    """Make these the active modes, innermost last: a mode may be put below those of the program."""
+    while num_modes():
+        _C._pop_torch_dispatch_stack(None)
+    for mode in stack:
+        _C._push_on_torch_dispatch_stack(mode)
+
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
@@ -198,46 +203,6 @@ def at_end_of_backward(function: Callable[[], Any]) -> None:
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 
-def environ_data(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The dict in which os.environ keeps the variables; if `given`, os.environ uses that one from here on."""
-    if given is not None:
-        os.environ._data = given  # type: ignore[attr-defined]
-    return os.environ._data  # type: ignore[attr-defined]
-
-
-def import_locks(given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The locks of modules that are being imported; if `given`, Python uses those from here on. A rank that
-    communicates while it imports a module must not keep the others from importing theirs."""
-    home: Any = importlib._bootstrap  # type: ignore[attr-defined]
-    if given is not None:
-        home._module_locks = given
-    return home._module_locks
-
-
-def rng_tracker_home() -> Any:
-    """The module in which DTensor keeps a process's random generator; None if it has not been imported."""
-    return sys.modules.get("torch.distributed.tensor._random")
-
-
-_MODULES: Any = vars(torch.nn.modules.module)
-_HOOKS = [name for name in _MODULES if name.startswith("_global_")]
-_IS_FULL = "_global_is_full_backward_hook"
-
-
-def module_hooks() -> dict[str, Any]:
-    """The hooks for all modules that this process has registered, as `register_module_forward_hook` does."""
-    return {name: _MODULES[name] for name in _HOOKS}
-
-
-def put_module_hooks(hooks: dict[str, Any]) -> None:
-    _MODULES.update(hooks)
-
-
-def note_module_hooks(hooks: dict[str, Any]) -> None:
-    """Note the state that is not in the tables that `hooks` holds, which are now the process's."""
-    hooks[_IS_FULL] = _MODULES[_IS_FULL]
-
-
 DTENSOR = "torch.distributed.tensor._api"
 """The module of DTensor."""
 
@@ -252,56 +217,26 @@ CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._att
 """The module of torch's ring attention. Its table `custom_ops` has a handler for each kernel."""
 
 
-class ContextParallel:
-    """What torch's context_parallel keeps once per process: the attention that replaces `scaled_dot_product_attention`,
-    its table of replaced functions, and the options. Each begins with its state before the run."""
-
-    def __init__(self) -> None:
-        self.attention: Any = torch.nn.functional.scaled_dot_product_attention
-        self.replaced: dict[Any, Any] = {}
-        self.options: dict[str, Any] | None = None
-
-    def take(self) -> None:
-        if (home := sys.modules.get(CONTEXT_PARALLEL)) is not None and hasattr(home, "_cp_options"):
-            self.attention, self.replaced = torch.nn.functional.scaled_dot_product_attention, home._replaced_functions
-            self.options = dict(vars(home._cp_options))
-
-    def put(self) -> None:
-        if (home := sys.modules.get(CONTEXT_PARALLEL)) is not None and hasattr(home, "_cp_options"):
-            torch.nn.functional.scaled_dot_product_attention = self.attention
-            home._replaced_functions = self.replaced  # type: ignore[attr-defined]
-            if self.options is None:
-                self.options = vars(type(home._cp_options)())
-            vars(home._cp_options).update(self.options)
-
-
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _KERNELS = [name for name in ("flash", "mem_efficient", "math", "cudnn") if hasattr(_C, f"_set_sdp_use_{name}")]
 _KERNELS_ARE_USED = [getattr(_C, f"_get_{name}_sdp_enabled") for name in _KERNELS]
 _USE_KERNELS = [getattr(_C, f"_set_sdp_use_{name}") for name in _KERNELS]
 
 
-def attention_kernels() -> tuple[bool, ...]:
+class AttentionKernels:
     """Which kernels `scaled_dot_product_attention` may use. torch.backends.cuda has a separate function for each."""
-    return tuple(is_used() for is_used in _KERNELS_ARE_USED)
+
+    @property
+    def are_used(self) -> tuple[bool, ...]:
+        return tuple(is_used() for is_used in _KERNELS_ARE_USED)
+
+    @are_used.setter
+    def are_used(self, kernels: tuple[bool, ...]) -> None:
+        for use, is_used in zip(_USE_KERNELS, kernels, strict=True):
+            use(is_used)
 
 
-def put_attention_kernels(kernels: tuple[bool, ...]) -> None:
-    for use, is_used in zip(_USE_KERNELS, kernels, strict=True):
-        use(is_used)
-
-
-def class_states() -> dict[tuple[Any, str], Any]:
-    """What imported classes keep of a process, by class and attribute: the state of Hugging Face's accelerate, and the
-    timings of torch's FSDP."""
-    kinds = [(getattr(sys.modules.get(home), kind, None), name) for home, kind, name in _STATES]
-    return {(kind, name): getattr(kind, name) for kind, name in kinds if kind is not None}
-
-
-_STATES = [
-    *(("accelerate.state", kind, "_shared_state") for kind in ("PartialState", "AcceleratorState", "GradientState")),
-    ("torch.distributed.fsdp._debug_utils", "SimpleProfiler", "profiling"),
-]
+attention_kernels = AttentionKernels()
 
 
 class PythonRandom:
@@ -322,9 +257,55 @@ class PythonRandom:
     def set(self, state: tuple[bytes, float | None]) -> None:
         self._memory.raw, self._generator.gauss_next = state
 
+    state = property(get, set)
+
 
 python_random = PythonRandom(random._inst)  # type: ignore[attr-defined]
 """The generator behind `random.random()` and the like."""
+
+
+class Slot(NamedTuple):
+    """An attribute that exists once per process, though every rank of a program for torch.distributed needs its own.
+
+    module   it is there once the program has imported this
+    path     from the module to the attribute
+    begin    (the object that has the attribute, the notebook's value, or None if it had not imported the module) ->
+             what a rank begins with
+    """
+
+    module: str
+    path: str
+    begin: Callable[[Any, Any], Any] = lambda home, before: before
+
+
+def _handlers(dispatcher: Any, before: Any) -> dict[Any, Any]:
+    return type(dispatcher)()._custom_op_handlers if before is None else dict(before)
+
+
+_FUNCTIONS, _MODULES = "torch.nn.functional", "torch.nn.modules.module"
+SLOTS = [
+    # the locks of modules that are being imported: a rank that communicates meanwhile must not keep others from theirs
+    Slot("importlib._bootstrap", "_module_locks", lambda *_: {}),
+    # DTensor's generator, and its operations' handlers, which loss_parallel changes temporarily
+    Slot("torch.distributed.tensor._random", "_rng_tracker", lambda *_: None),
+    Slot(DTENSOR, "DTensor._op_dispatcher._custom_op_handlers", _handlers),
+    # what context_parallel has replaced, by what, and its options
+    Slot(_FUNCTIONS, "scaled_dot_product_attention"),
+    Slot(CONTEXT_PARALLEL, "_replaced_functions", lambda *_: {}),
+    Slot(CONTEXT_PARALLEL, "_cp_options.__dict__", lambda options, _: vars(type(options)())),
+    # the state of Hugging Face's accelerate, and the timings of torch's FSDP
+    *(
+        Slot("accelerate.state", f"{kind}._shared_state", lambda home, _: type(home._shared_state)())
+        for kind in ("PartialState", "AcceleratorState", "GradientState")
+    ),
+    Slot("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling", lambda home, _: type(home.profiling)()),
+    # the hooks for all modules, as `register_module_forward_hook` registers them: each rank begins with the notebook's
+    *(
+        Slot(_MODULES, name, lambda _, before: copy(before))
+        for name in vars(torch.nn.modules.module) if name.startswith("_global_")
+    ),
+    Slot(__name__, "attention_kernels.are_used"),
+]  # fmt: skip
 
 
 c10d_C: Any = _C._distributed_c10d

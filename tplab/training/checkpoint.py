@@ -188,10 +188,6 @@ def _checked(folder: str | Path, step: int) -> dict[str, Any]:
     index = read_index(path)
     files = _by_file(path, index["arrays"])
     check_files(path, index, files)
-    if "files" not in index:  # without checksums: whatever can be read
-        for file, parts in files.items():
-            for _ in _read(path, file, parts):
-                pass
     return index
 
 
@@ -236,11 +232,8 @@ def _by_file(
             raise FileNotFoundError(
                 f"the checkpoint of step {int(path.name[5:])} in {path.parent} has no array {name!r}"
             )
-        try:
-            for part in arrays[name]:
-                files.setdefault(str(part["file"]), []).append((name, Part.from_json(part["part"])))
-        except (KeyError, TypeError):
-            raise damaged(path, INDEX, f"does not say where {name!r} is") from None
+        for part in arrays[name]:
+            files.setdefault(part["file"], []).append((name, Part.from_json(part["part"])))
     return files
 
 
@@ -326,10 +319,7 @@ def sealed(index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of the checkpoint in the folder `path`. Raises CheckpointError if it is missing or damaged.
-
-    An index from before there were checksums has none, and says nothing about files.
-    """
+    """The index of the checkpoint in the folder `path`. Raises CheckpointError if it is missing or damaged."""
     try:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
     except OSError as error:
@@ -339,19 +329,17 @@ def read_index(path: Path) -> dict[str, Any]:
     told = index.pop("checksum", None) if isinstance(index, dict) else None
     if not isinstance(index, dict) or not isinstance(index.get("arrays"), dict):
         raise damaged(path, INDEX, "does not list any arrays")
-    if told != _digest(index) and (told is not None or "files" in index):
+    if told != _digest(index):
         raise damaged(path, INDEX, "has changed since it was written")
     return index
 
 
 def check_files(path: Path, index: Mapping[str, Any], files: Iterable[str] | None = None) -> None:
     """Raise CheckpointError if one of these files, or any file of the checkpoint, is not as it was written."""
-    about: Mapping[str, Any] = index.get("files", {})
+    about: Mapping[str, Any] = index["files"]
     for name in about if files is None else files:
         if not (path / name).is_file():
             raise damaged(path, name, "is missing")
-        if name not in about:
-            continue  # from before there were checksums
         size = (path / name).stat().st_size
         if size != about[name]["bytes"]:
             raise damaged(path, name, f"has {size:,} of {about[name]['bytes']:,} bytes")

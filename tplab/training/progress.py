@@ -47,8 +47,9 @@ class PlainLine:
     def __call__(self, progress: Progress) -> None:
         every = max(1, progress.steps // 10)
         if progress.step in (1, progress.steps) or progress.step % every == 0 or progress.held_out is not None:
-            left = "" if not progress.seconds_left else f", {_duration(progress.seconds_left)} left"
-            print(f"{progress}{left}", file=self._stream, flush=True)
+            left = progress.seconds_left or 0
+            ends = f", {left:.0f} s left" if left < 90 else f", {left / 60:.0f} min left"
+            print(f"{progress}{ends if left else ''}", file=self._stream, flush=True)
 
 
 class Clock:
@@ -86,7 +87,3 @@ class Trained:
 
     def __repr__(self) -> str:
         return f"Trained for {self.steps} steps" + (f", to a loss of {self.losses[-1]:.4f}" if self.losses else "")
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import traitlets
 
 from tplab.trace.trace import Trace
-from tplab.widgets.paper.card import Card, script
-from tplab.widgets.paper.step import Step
+from tplab.widgets.paper.card import Card, Step, script
 from tplab.widgets.score import payload, still, words
 from tplab.widgets.score.score import Score, score
 

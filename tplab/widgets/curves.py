@@ -21,6 +21,8 @@ from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.shown import numbers
 
 Numbers = Sequence[float] | np.ndarray
+Measured = Mapping[str, Sequence[tuple[float, float]]] | None
+"""Panel title -> published measurements (x, y)."""
 
 DASHES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)), (0, (7, 1.6, 1.2, 1.6)))  # so that colour is not the only distinction
 WIDTH, HEIGHT, MARGIN = 900, 330, 20
@@ -75,7 +77,7 @@ def curves(
     floor: Mapping[str, Numbers] | None = None,
     dots: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     crossings: Mapping[str, float] | None = None,
-    measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    measured: Measured = None,
     by: str = "",
 ) -> Curves:
     """Draw seconds over bytes, in panels side by side.
@@ -111,8 +113,7 @@ def curves(
             ax.plot(nbytes, floor[name], color=DIM, ls=(0, (1, 1.6)), lw=1.4, label="lower bound", zorder=2)
         if dots and dots.get(name):
             ax.plot(*zip(*dots[name]), "o", ms=5.5, mfc=PAPER, mec=INK, mew=1.3, label="runs", zorder=4)
-        if measured and measured.get(name):
-            draw_measured(ax, measured[name], by)
+        draw_measured(ax, measured, name, by)
         if crossings and name in crossings:
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
     explain(figure, axes)
@@ -128,10 +129,11 @@ def check_measured(panels: Collection[str], measured: Collection[str] | None, by
             raise ValueError(f"measured has points for {name!r}; the panels are {', '.join(map(repr, panels))}")
 
 
-def draw_measured(ax: Any, points: Sequence[tuple[float, float]], by: str) -> None:
-    """Diamonds at these (x, y), above everything else, even where they are on the edge of the panel."""
+def draw_measured(ax: Any, measured: Measured, name: str, by: str) -> None:
+    """Diamonds at the (x, y) of a panel, above everything else, even where they are on the edge of the panel."""
     looks = {"ms": 5.5, "mfc": INK, "mec": PAPER, "mew": 0.8, "zorder": 5, "clip_on": False}
-    ax.plot(*zip(*points), "D", label=f"measured by {by}", **looks)
+    if measured and measured.get(name):
+        ax.plot(*zip(*measured[name]), "D", label=f"measured by {by}", **looks)
 
 
 def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:

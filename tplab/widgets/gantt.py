@@ -8,12 +8,11 @@ import traitlets
 
 from tplab.schedules import Costs, Schedule, Simulation, simulate
 from tplab.widgets.paper.apng import encode
-from tplab.widgets.paper.card import Card, script
+from tplab.widgets.paper.card import Card, Step, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.pen import Pen
 from tplab.widgets.paper.shown import check_shown
-from tplab.widgets.paper.step import Step
-from tplab.widgets.schedule import payload, still
+from tplab.widgets.schedule import still
 from tplab.widgets.schedule.workbench import check_limit, to_svg
 
 
@@ -29,12 +28,12 @@ class Gantt(Card):
 
     def __init__(self, runs: Sequence[Simulation], limit: float | None = None, step: float = 0, colour: str = "kind"):
         self.show(runs, limit)
-        super().__init__(board=payload.board(self.runs, self.limit), step=step, colour=colour)
+        super().__init__(board=still.board(self.runs, self.limit), step=step, colour=colour)
 
     def show(self, runs: Sequence[Simulation], limit: float | None) -> None:
         """Show these runs."""
         self.runs, self.limit = list(runs), limit
-        self.num_steps = len(payload.moments(self.runs)) - 1
+        self.num_steps = len(still.moments(self.runs)) - 1
         self.sentence = still.sentence(self.runs)
 
     def picture(self) -> bytes:

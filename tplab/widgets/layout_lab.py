@@ -10,46 +10,37 @@ import traitlets
 
 from tplab.cost import Cluster, find
 from tplab.forecast import Forecast, Model, Plan
-from tplab.widgets.layouts import drawing, still_views
-from tplab.widgets.layouts.board import Board
+from tplab.widgets.layouts import drawing, views
+from tplab.widgets.layouts.candidates import Measured
 from tplab.widgets.layouts.tasks import START, TASKS
 from tplab.widgets.layouts.words import badge
-from tplab.widgets.layouts.workbench import Measured, Workbench
-from tplab.widgets.paper.card import Card, in_turn, script
+from tplab.widgets.layouts.workbench import Workbench
+from tplab.widgets.paper.card import in_turn, script
+from tplab.widgets.paper.lab import Lab
 from tplab.widgets.paper.shown import check_is
 from tplab.widgets.paper.still import still
 
 
-class LayoutLab(Card):
-    """The card of `layout_lab`. Its `Workbench` does all the computing.
+class LayoutLab(Lab):
+    """The card of `layout_lab`.
 
-    settings   the state of the controls; setting it from Python moves them
     chosen     the index of the chosen plan in `shown`
     view       "plans": seconds against memory, the step and the memory of the chosen plan; "pipeline": its schedule;
                "nodes": where its ranks are
     notice     what is wrong: no plan is possible with these settings
-    is_stale   whether the settings are impossible, so that the last possible ones are still shown
-    verdict    on the task in the settings: its name, whether it is solved, and why, in words; {} without a task
     """
 
     _esm = script("layouts")
     kept = ("settings", "chosen", "view")
-    settings = traitlets.Dict().tag(sync=True)
-    choices = traitlets.Dict().tag(sync=True)
-    board = traitlets.Bytes().tag(sync=True)
     chosen = traitlets.Int(0).tag(sync=True)
     view = traitlets.Enum(("plans", "pipeline", "nodes"), "plans").tag(sync=True)
-    notice = traitlets.Unicode("").tag(sync=True)
-    is_stale = traitlets.Bool(False).tag(sync=True)
-    verdict = traitlets.Dict().tag(sync=True)
 
     def __init__(self, bench: Workbench):
-        self._bench, self._board = bench, Board(bench)
-        super().__init__(choices=bench.choices(), board=self._board.packed(), **bench.traits())
-        self.observe(self._on_settings, "settings")
+        self._bench: Workbench = bench
+        super().__init__(choices=bench.choices())
+        self.listen()
         self.observe(self._on_chosen, "chosen")
         self.observe(lambda _: vars(self).pop("_picture", None), "view")
-        self.on_msg(self._on_message)
 
     @property
     def shown(self) -> tuple[Plan, ...]:
@@ -78,17 +69,8 @@ class LayoutLab(Card):
             scenes = [drawing.plan_map(bench), drawing.step(bench)]
             words |= {"legend": drawing.legend(bench), "note": drawing.note(bench)}
         else:
-            scenes = [still_views.pipeline(chosen) if self.view == "pipeline" else still_views.nodes(chosen)]
+            scenes = [views.pipeline(chosen) if self.view == "pipeline" else views.nodes(chosen)]
         return still(bench.title, f"{chosen.plan} {bench.says(bench.chosen)}", scenes, bench.chosen, **words)
-
-    @traitlets.validate("settings")
-    def _check_settings(self, proposal: Any) -> dict[str, Any]:
-        settings = {**self._bench.settings, **proposal["value"]}
-        try:
-            self._bench.check(settings)
-        except ValueError as error:
-            raise traitlets.TraitError(str(error)) from None
-        return settings
 
     @traitlets.validate("chosen")
     def _check_chosen(self, proposal: Any) -> int:
@@ -100,25 +82,6 @@ class LayoutLab(Card):
     def _on_chosen(self, change: Any) -> None:
         self._bench.choose(change["new"])
         self._take()
-
-    @in_turn
-    def _on_settings(self, change: Any) -> None:
-        self._bench.ask(change["new"])
-        self._take()
-
-    @in_turn
-    def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
-        answer = self._bench.answer(content)
-        self._take()
-        self.send(answer)
-
-    def _take(self) -> None:
-        """Show the state of the workbench."""
-        vars(self).pop("_picture", None)
-        with self.hold_sync():
-            self.board = self._board.packed()
-            for name, value in self._bench.traits().items():
-                setattr(self, name, value)
 
 
 def layout_lab(

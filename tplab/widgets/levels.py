@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tplab.units import bytes_text, plain
-from tplab.widgets.curves import DASHES, Curves, Numbers, check_measured, draw_measured, explain, figure_of
+from tplab.widgets.curves import DASHES, Curves, Measured, Numbers, check_measured, draw_measured, explain, figure_of
 from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
 from tplab.widgets.paper.shown import numbers
 
@@ -33,7 +33,7 @@ def levels(
     unit: str = "B",
     from_zero: bool = True,
     doubling: bool = False,
-    measured: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    measured: Measured = None,
     by: str = "",
 ) -> Curves:
     """Draw bytes, or other amounts, over a quantity, in panels side by side on one scale.
@@ -79,8 +79,7 @@ def levels(
             style = {"color": INK, "lw": 1, "ls": (0, (1, 2)), "ds": "steps-post" if stairs else "default"}
             ax.plot(x, y, zorder=4, **style)
             ax.lines[-1].set(label="predicted", gid=f"{label}, predicted")
-        if measured and measured.get(name):
-            draw_measured(ax, measured[name], by)
+        draw_measured(ax, measured, name, by)
         if doubling:
             _double(ax)
     axes[0].set_ylim(least if from_zero else least - room, most + room if most > least else least + 1.0)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from tplab.widgets.paper.above import paragraphs
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.card import Card, script
 from tplab.widgets.paper.frame import draw_edge
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, PAPER, mix
 from tplab.widgets.paper.pen import Pen, text_width
 from tplab.widgets.paper.shown import a, numbers
+from tplab.widgets.paper.still import paragraphs
 
 CELL_WIDTH, CELL_HEIGHT, MARGIN, GAP, SMALL_GAP = 46, 25, 18, 34, 12
 MAX_ROWS = MAX_COLUMNS = 8

@@ -16,9 +16,10 @@ from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.stacks import drawing, layout
+from tplab.widgets.stacks import drawing
 
-Predicted = layout.Predicted | Sequence[layout.Predicted]
+Kinds = drawing.Predicted
+Predicted = Kinds | Sequence[Kinds]
 """kind -> bytes, the same on every rank; or one such mapping for each rank."""
 
 
@@ -31,14 +32,18 @@ class MemoryTimeline(Card):
     rank = traitlets.Int(0).tag(sync=True)
 
     def __init__(
-        self, memories: Mapping[str, Memory], predicted: Mapping[str, Sequence[layout.Predicted]], title: str, rank: int
+        self,
+        memories: Mapping[str, Memory],
+        predicted: Mapping[str, Sequence[Kinds]],
+        title: str,
+        rank: int,
     ):
         self.memories, self.predicted, self.title = dict(memories), dict(predicted), title
         self.mesh = next(iter(self.memories.values())).mesh
-        self.of = layout.picture(self.memories, self.predicted)
+        self.of = drawing.picture(self.memories, self.predicted)
         self.about = _about(next(iter(self.memories.values())))
         self.scene_of_ranks = self._draw(self.of)
-        self.scene_of_ranks.narrow = self._draw(layout.picture(self.memories, self.predicted, layout.NARROW))
+        self.scene_of_ranks.narrow = self._draw(drawing.picture(self.memories, self.predicted, drawing.NARROW))
         self._legend = drawing.legend(self.of)
         header, columns = packed([self.scene_of_ranks], self._legend)
         header |= {
@@ -71,7 +76,7 @@ class MemoryTimeline(Card):
             self.title, says, [self.scene_of_ranks], self.rank, about=self.about, legend=self._legend, note=note
         )
 
-    def _draw(self, picture: layout.Picture) -> Scene:
+    def _draw(self, picture: drawing.Picture) -> Scene:
         return drawing.draw(picture, [*self.memories.values()], self.predicted)
 
 
@@ -108,7 +113,7 @@ def memory_timeline(
     return MemoryTimeline(memories, {name: _per_rank(one, *sizes) for name, one in given.items()}, title, rank)
 
 
-def _per_rank(predicted: Any, num_ranks: int) -> list[layout.Predicted]:
+def _per_rank(predicted: Any, num_ranks: int) -> list[Kinds]:
     listed = [predicted] * num_ranks if isinstance(predicted, Mapping) else list(predicted)
     if len(listed) != num_ranks:
         raise ValueError(f"predicted is of {len(listed)} ranks, and the run has {num_ranks}; give one for each")

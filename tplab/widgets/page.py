@@ -19,11 +19,10 @@ from tplab.schedules import Schedule, Simulation, simulate
 from tplab.trace.trace import Trace
 from tplab.widgets.animate import Animation
 from tplab.widgets.gantt import Gantt, gantt
-from tplab.widgets.paper.apng import encode
+from tplab.widgets.paper.apng import darkened, encode
 from tplab.widgets.paper.card import Card, script
-from tplab.widgets.paper.dark import darkened
 from tplab.widgets.paper.shown import a, way_out
-from tplab.widgets.schedule.papers import paper_name
+from tplab.widgets.schedule.facts import paper_name
 from tplab.widgets.score import words
 from tplab.widgets.score.score import score
 from tplab.widgets.timeline import Timeline

@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import traitlets
 
 from tplab.schedules import Schedule, Simulation, to_csv
 from tplab.widgets.gantt import Gantt
 from tplab.widgets.paper.card import in_turn
+from tplab.widgets.paper.lab import Lab, as_of_traits
 from tplab.widgets.paper.shown import numbers
-from tplab.widgets.schedule.papers import PAPERS
+from tplab.widgets.schedule.facts import PAPERS
 from tplab.widgets.schedule.tasks import START, TASKS
 from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 
+P = ParamSpec("P")
 
-class PipelineLab(Gantt):
-    """The card of `pipeline_lab`. Its `Workbench` does all the computing.
 
-    settings   the state of the controls; setting it from Python moves them. `memory_limit` and `compare` may be None
+def by_hand(change: Callable[Concatenate[Any, P], bool]) -> Callable[Concatenate[Any, P], bool]:
+    """A change of the workbench as a method of the card, which then shows it."""
+
+    @in_turn
+    @wraps(change)
+    def taken(self: PipelineLab, *args: P.args, **kwargs: P.kwargs) -> bool:
+        done = change(self._bench, *args, **kwargs)
+        self._take()
+        return done
+
+    return taken
+
+
+class PipelineLab(Lab, Gantt):
+    """The card of `pipeline_lab`. In its settings, `memory_limit` and `compare` may be None.
+
     schedule, run   what is shown
     notice     a problem: a rule that does not fit, a move that is not legal, memory over its limit
-    is_stale   whether the settings are impossible, so that the last possible schedule is still shown
     num_edits  how many changes by hand can be undone
-    verdict    on the task in the settings: its name, whether it is solved, and why, in words; {} without a task
     """
 
     kept = ("settings", "step", "colour")
-    settings = traitlets.Dict().tag(sync=True)
-    choices = traitlets.Dict().tag(sync=True)
-    notice = traitlets.Unicode("").tag(sync=True)
-    is_stale = traitlets.Bool(False).tag(sync=True)
     num_edits = traitlets.Int(0).tag(sync=True)
-    verdict = traitlets.Dict().tag(sync=True)
 
     def __init__(self, settings: dict[str, Any]):
-        _check(settings)
-        self._bench = Workbench(settings)
+        with as_of_traits():
+            check_settings(settings)
+        self._bench: Workbench = Workbench(settings)
         super().__init__(self._bench.runs, self._bench.limit)
         self.choices = choices()
-        self._take()
-        self.observe(self._on_settings, "settings")
-        self.on_msg(self._on_message)
+        self.listen()
 
     @property
     def run(self) -> Simulation:
@@ -52,63 +60,18 @@ class PipelineLab(Gantt):
     def schedule(self) -> Schedule:
         return self._bench.schedule
 
-    @traitlets.validate("settings")
-    def _check_settings(self, proposal: Any) -> dict[str, Any]:
-        settings = {**self._bench.settings, **proposal["value"]}
-        _check(settings)
-        return settings
-
-    @in_turn
-    def _on_settings(self, change: Any) -> None:
-        self._bench.ask(change["new"])
-        self._take()
-
     def _take(self) -> None:
-        """Show the state of the workbench."""
         with self.hold_sync():
-            if self.runs != self._bench.runs:
-                self.show(self._bench.runs, self._bench.limit)
-                vars(self).pop("_picture", None)
-                self.step = min(self.step, float(self.num_steps))
-                self.board = self._bench.board()
-            for name, value in self._bench.traits().items():
-                setattr(self, name, value)
+            self.show(self._bench.runs, self._bench.limit)
+            self.step = min(self.step, float(self.num_steps))
+            super()._take()
 
-    # --- by hand -------------------------------------------------------------------------------------------------
-
-    @in_turn
-    def move(self, rank: int, index: int, to: int) -> bool:
-        """Move the action at `index` of a rank's row to index `to`. If that is not legal, `notice` says why."""
-        return self._taken(self._bench.move(rank, index, to))
-
-    @in_turn
-    def paste(self, text: str) -> bool:
-        """Show your own schedule, as CSV in either of torch's forms. If it is wrong, `notice` says why."""
-        return self._taken(self._bench.paste(text))
-
-    @in_turn
-    def undo(self) -> bool:
-        """Undo the last change by hand; False if there is none."""
-        return self._taken(self._bench.undo())
-
-    @in_turn
-    def reset(self) -> bool:
-        """Undo all changes by hand; False if there are none."""
-        return self._taken(self._bench.reset())
-
-    def _taken(self, done: bool) -> bool:
-        self._take()
-        return done
+    move, paste = by_hand(Workbench.move), by_hand(Workbench.paste)
+    undo, reset = by_hand(Workbench.undo), by_hand(Workbench.reset)
 
     def export(self, kind: str) -> str:
         """The schedule as text: "svg", "csv" (torch's form) or "perfetto" (JSON that ui.perfetto.dev opens)."""
         return self._bench.export(kind, self.colour)
-
-    @in_turn
-    def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
-        answer = self._bench.answer(content, self.colour)
-        self._take()
-        self.send(answer)
 
 
 def pipeline_lab(
@@ -158,11 +121,3 @@ def _put(own: dict[str, str], given: Any) -> str:
     name = next(name for name in names if name and name not in PAPERS and name not in own)
     own[name] = to_csv(schedule)
     return name
-
-
-def _check(settings: dict[str, Any]) -> None:
-    """Raise TraitError, as ipywidgets does, for settings that no control can produce."""
-    try:
-        check_settings(settings)
-    except ValueError as error:
-        raise traitlets.TraitError(str(error)) from None

@@ -17,7 +17,7 @@ from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.shown import a, check_shown, numbers
 from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.tensors import layout, picture
+from tplab.widgets.tensors import picture
 from tplab.widgets.tensors.product import Product, Tensor, product
 
 MOST_RANKS = 1024  # more could not be distinguished in the picture
@@ -57,7 +57,7 @@ class Shards(Card):
 def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
     """Everything that is shown. `says` has a text for each rank, then one for each piece of a tensor."""
     one = isinstance(of, Tensor)
-    drawings = layout.one(of, mesh) if one else layout.multiplied(of, mesh)
+    drawings = picture.one(of, mesh) if one else picture.multiplied(of, mesh)
     about = f"{of.spec} on {mesh}" if one else f"{of.x.name} {of.x.spec}, {of.w.name} {of.w.spec} on {mesh}"
     says = [(f"rank {rank}", _of_rank(mesh, of, drawings, rank)) for rank in mesh.ranks]
     return {
@@ -65,13 +65,13 @@ def content(mesh: Mesh, of: Tensor | Product) -> dict[str, Any]:
         "about": about,
         "badge": counted(mesh.size, "rank"),
         "drawings": drawings,
-        "sentence": layout.held(of, mesh) + "." if one else _verdict(mesh, of),
+        "sentence": picture.held(of, mesh) + "." if one else _verdict(mesh, of),
         "says": says + [_of_piece(drawing, piece) for drawing in drawings for piece in drawing.pieces],
     }
 
 
-def _of_piece(drawing: layout.Drawing, piece: layout.Tile) -> tuple[str, str]:
-    who = f"rank{'s' * (len(piece.ranks) > 1)} {layout.ranks_text(piece.ranks)}"
+def _of_piece(drawing: picture.Drawing, piece: picture.Tile) -> tuple[str, str]:
+    who = f"rank{'s' * (len(piece.ranks) > 1)} {picture.ranks_text(piece.ranks)}"
     does = f"is the sum of what {who} compute" if drawing.summed else f"is held by {who}"
     return f"{drawing.name.split(' ')[0]}{piece.index}", does
 
@@ -94,11 +94,11 @@ def _verdict(mesh: Mesh, of: Product) -> str:
     )
 
 
-def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[layout.Drawing], rank: int) -> str:
+def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[picture.Drawing], rank: int) -> str:
     own = [next(piece for piece in d.pieces if rank in piece.ranks) for d in drawings]
     if isinstance(of, Tensor):
         others = [other for other in own[0].ranks if other != rank]
-        shared = f", and so do {layout.ranks_text(others)}" if others else ", and no other rank does"
+        shared = f", and so do {picture.ranks_text(others)}" if others else ", and no other rank does"
         return f"holds {of.name}{own[0].index}{shared}"
     multiplies = f"multiplies {of.x.name}{own[0].index} by {of.w.name}{own[1].index}"
     if of.x.axes(1) != of.w.axes(0):  # one of the two is unsharded: only the matching part of it is used
@@ -107,7 +107,7 @@ def _of_rank(mesh: Mesh, of: Tensor | Product, drawings: Sequence[layout.Drawing
     result = f"{of.y.name}{own[2].index}"
     if not of.summed:
         return f"{multiplies}: {result}"
-    summed = layout.ranks_text(mesh.group(rank, of.summed))
+    summed = picture.ranks_text(mesh.group(rank, of.summed))
     return f"{multiplies}: its part of {result}, which is the sum over ranks {summed}"
 
 

@@ -10,9 +10,8 @@ from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.schedules import Comparison, Simulation
 from tplab.trace.trace import Trace
-from tplab.widgets.paper.card import Card, script
+from tplab.widgets.paper.card import Card, Step, script
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.paper.step import Step
 from tplab.widgets.schedule import overlay, still_overlay
 from tplab.widgets.schedule.overlay import Overlay
 from tplab.widgets.score import payload, still, words

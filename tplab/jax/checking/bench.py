@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,70 +17,59 @@ MOST_TRIED = 12
 MOST_CHANGES = 6
 
 
-class Bench:
-    """The step on a mesh beside the step on one device, equation by equation.
+def explained(
+    finding: Finding, wrong: set[int], step: Callable[..., Any], reference: Callable[..., Any], args: Sequence[Any],
+    nudged: Sequence[Any], axes: Mapping[str, int], tolerance: float,
+) -> Finding:  # fmt: skip
+    """Return the finding with its line and its cause, from the step on a mesh beside the step on one device, equation
+    by equation.
 
+    wrong       places among the results of the step
     nudged      the arguments, off by one rounding: their effect on the reference is noise
     tolerance   what always counts as rounding, relative to the largest element
     """
-
-    def __init__(
-        self, step: Callable[..., Any], reference: Callable[..., Any], args: Sequence[Any], nudged: Sequence[Any],
-        axes: Mapping[str, int], tolerance: float,
-    ):  # fmt: skip
-        self.axes, self.tape = axes, Tape(step, args, axes)
-        alone = Tape(reference, args, dict.fromkeys(axes, 1))
-        want, again = alone.values(args, nudged)
-        self.whole: dict[Any, list[tuple[list[np.ndarray], list[float]]]] = {}
-        for node, values, others in zip(alone.nodes, want, again, strict=True):
-            whole = [x.reshape(x.shape[len(axes) :]) if node.is_inside else x for x in values]
-            noise = [max(tolerance, 8 * _noise(x, y)) for x, y in zip(values, others, strict=True)]
-            self.whole.setdefault(node.key, []).append((whole, noise))
-
-    def found(self, finding: Finding, wrong: set[int]) -> Finding:
-        """Return the finding with the line and the cause of the results in `wrong`, which are places among those of the
-        step."""
-        done: list[Repair] = []
-        tried: list[str] = []
-        before, first = set[int](), ""
-        for _ in range(MOST_CHANGES):
-            values = next(self.tape.values(done=done))
-            seen = Repairs(self.axes, self.tape.nodes, values, self.whole)
-            if not done:
-                before, (where, first) = seen.wrong(), seen.located(wrong)
-                finding = replace(finding, where=where, lines=(where,) if where else ())
-            repairs = list({(*dict.fromkeys(one.sites), one.words): one for one in seen.repairs(wrong)}.values())
-            repairs = repairs[:MOST_TRIED]
-            best, firsts = None, seen.firsts(wrong)
-            for one, outcome in self._outcomes(done, repairs, firsts):
-                left = outcome.wrong()
-                if not left & wrong and not left - before:
-                    if best is None or best[1] & wrong or not left:
-                        best = one, left
-                    if not left:
-                        break
-                else:
-                    tried.append(one.words)
-                    if best is None and one.is_step and firsts and outcome.is_right((firsts[0], 0)):
-                        best = one, left
-            if best is None:
-                break
-            done.append(best[0])
-            if not best[1] & wrong:
-                words = "; ".join(dict.fromkeys(one.words for one in done))
-                left = f"; {len(best[1])} other results of the step are not right yet" * bool(best[1])
-                lines = [line for one in done for line in (one.where, one.other)]
-                return finding.proven(done[0].cause, words + left, done[0].where, lines)
-        text = f"; first wrong here: what {first} is given is right, and what it returns is not" * bool(first)
-        return replace(finding, tried=tuple(dict.fromkeys(tried)), text_of_factor=finding.text_of_factor + text)
-
-    def _outcomes(
-        self, done: Sequence[Repair], repairs: Sequence[Repair], firsts: Sequence[int]
-    ) -> Iterator[tuple[Repair, Repairs]]:
-        if repairs:
-            values = self.tape.values(done=done, tried=repairs, watched=firsts[:1])
-            for one, kept in zip(repairs, values):
-                yield one, Repairs(self.axes, self.tape.nodes, kept, self.whole)
+    tape, alone = Tape(step, args, axes), Tape(reference, args, dict.fromkeys(axes, 1))
+    want, again = alone.values(args, nudged)
+    right: dict[Any, list[tuple[list[np.ndarray], list[float]]]] = {}
+    for node, values, others in zip(alone.nodes, want, again, strict=True):
+        whole = [x.reshape(x.shape[len(axes) :]) if node.is_inside else x for x in values]
+        noise = [max(tolerance, 8 * _noise(x, y)) for x, y in zip(values, others, strict=True)]
+        right.setdefault(node.key, []).append((whole, noise))
+    done: list[Repair] = []
+    tried: list[str] = []
+    before, first = set[int](), ""
+    for _ in range(MOST_CHANGES):
+        values = next(tape.values(done=done))
+        seen = Repairs(axes, tape.nodes, values, right)
+        if not done:
+            before, (where, first) = seen.wrong(), seen.located(wrong)
+            finding = replace(finding, where=where, lines=(where,) if where else ())
+        repairs = list({(*dict.fromkeys(one.sites), one.words): one for one in seen.repairs(wrong)}.values())
+        repairs = repairs[:MOST_TRIED]
+        best, firsts = None, seen.firsts(wrong)
+        runs = tape.values(done=done, tried=repairs, watched=firsts[:1]) if repairs else ()
+        for one, kept in zip(repairs, runs):
+            outcome = Repairs(axes, tape.nodes, kept, right)
+            left = outcome.wrong()
+            if not left & wrong and not left - before:
+                if best is None or best[1] & wrong or not left:
+                    best = one, left
+                if not left:
+                    break
+            else:
+                tried.append(one.words)
+                if best is None and one.is_step and firsts and outcome.is_right((firsts[0], 0)):
+                    best = one, left
+        if best is None:
+            break
+        done.append(best[0])
+        if not best[1] & wrong:
+            words = "; ".join(dict.fromkeys(one.words for one in done))
+            others = f"; {len(best[1])} other results of the step are not right yet" * bool(best[1])
+            lines = [line for one in done for line in (one.where, one.other)]
+            return finding.proven(done[0].cause, words + others, done[0].where, lines)
+    text = f"; first wrong here: what {first} is given is right, and what it returns is not" * bool(first)
+    return replace(finding, tried=tuple(dict.fromkeys(tried)), text_of_factor=finding.text_of_factor + text)
 
 
 def _noise(x: np.ndarray, y: np.ndarray) -> float:

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.comparison import each_input, noise_for
 from tplab.checking.proofs import FACTS, Check
 from tplab.checking.report import ParallelReport, Row, perturbed
 from tplab.checking.tried import Reduction, Trial, of_reductions
-from tplab.checking.verdict import EPSILON, Rounding, label
+from tplab.checking.verdict import Rounding, label
 from tplab.errors import SpecError
-from tplab.jax.checking.reading import backward_order, reductions, softmaxes, with_changes
+from tplab.jax.checking.given import name_of, named_leaves, nudge
+from tplab.jax.checking.reading import backward_order, softmaxes, with_changes
 from tplab.jax.comm.collectives import all_reduce, axis_index
 from tplab.jax.models.huggingface import shard_params
 from tplab.jax.ranks.context import vary, varying_axes
@@ -79,16 +80,19 @@ def check_parallel(
                 f"the parameter {name} is of dtype {x.dtype}; jax.grad differentiates floats only. Give whole "
                 "numbers in kwargs, or let the model close over them"
             )
-    params, changed = _perturbed(params) if perturb else (params, [])
+    drawn = {name: noise_for(name, x) if perturb else None for name, x in _whole_arrays(params).items()}
+    noise = {name: x for name, x in drawn.items() if x is not None}
+    params = _changed(params, noise, lambda x, more: jnp.asarray(x + more.astype(np.asarray(x).dtype)))
     alone = Mesh(**dict.fromkeys(mesh.axis_names, 1))
     theirs = _Side(reference, params, inputs, kwargs or {}, alone, reference_loss or loss)
     pieces = shard_params(params, specs, mesh)
     ours = _Side(model, pieces, inputs, kwargs or {}, mesh, loss, specs, spec_of_each, after_backward)
-    layouts = {name: Layout(spec) for name, spec in zip(_names(params), spread(specs, params, "specs"))}
+    params_by_name = _whole_arrays(params)
+    layouts = {name: Layout(spec) for name, spec in zip(params_by_name, spread(specs, params, "specs"))}
     comparison = Check(mesh, _rounding(params, inputs), layouts, spec_of_each)
-    comparison.addends = {name: x for name, x in _whole_arrays(params).items() if x.ndim == 1}
+    comparison.addends = {name: x for name, x in params_by_name.items() if x.ndim == 1}
     comparison.addends |= {f"input {index}": np.asarray(x) for index, x in enumerate(inputs) if x.ndim}
-    comparison.notes += [perturbed(changed)] if changed else []
+    comparison.notes += [perturbed([*noise])] if noise else []
     comparison.compare(
         theirs,
         ours,
@@ -97,7 +101,7 @@ def check_parallel(
         has_loss=loss is not None or not any(x.ndim for x in theirs.outputs()[0].values()),
         share_copies=True,
         optimizer=optimizer,
-        before=_whole_arrays(params),
+        before=params_by_name,
     )
     if (first := comparison.first_wrong) is not None and first.mistake not in FACTS:
         _look_for_the_cause(first, theirs, ours, comparison)
@@ -174,15 +178,16 @@ class _Side:
                 return value, ({"loss": value}, outputs if getattr(output, "ndim", None) != 0 else {})
 
             forward = jax.make_jaxpr(partial(self.model, **self.kwargs))(params, *inputs)
-            self.order = backward_order(forward.jaxpr, _names(params))
+            self.order = backward_order(forward.jaxpr, [name for name, _ in named_leaves(params)])
             floats = [inputs[index] for index in indices]
             grads, (loss, outputs) = jax.grad(total, (0, 1), has_aux=True)(params, floats)
             by_params = grads[0] if self.after_backward is None else self.after_backward(grads[0])
-            told = {"output": outputs, "loss": loss, "gradient": _named(by_params)}
+            told = {"output": outputs, "loss": loss, "gradient": dict(named_leaves(by_params))}
             told["input"] = {f"input {index}": grad for index, grad in zip(indices, grads[1], strict=True)}
             if optimizer is not None:
                 updates, _ = optimizer.update(by_params, optimizer.init(params), params)
-                told["parameter"] = _named(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates))
+                stepped = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+                told["parameter"] = dict(named_leaves(stepped))
             return told
 
         in_specs = (self.specs, self.in_specs, P(self.mesh.axis_names))
@@ -203,10 +208,8 @@ class _Side:
                 return program(params, *more)
             if "once" in at:
                 name, axes = at["once"]
-                params = _with(params, name, lambda x: x * (axis_index(axes) == 0))
-            if not at:
-                self.reductions = reductions(jax.make_jaxpr(program)(params, *more))
-            return with_changes(program, at)(params, *more)
+                params = _changed(params, {name: axis_index(axes) == 0}, lambda x, is_first: x * is_first)
+            return with_changes(program, at, [] if at else self.reductions)(params, *more)
 
         results = run(changed, self.mesh, *args, in_specs=in_specs).per_rank
         return [jax.tree.map(np.asarray, result) for result in results]
@@ -242,33 +245,13 @@ def _look_for_the_cause(first: Row, theirs: _Side, ours: _Side, comparison: Chec
 def _again(theirs: _Side, seed: int) -> _Side:
     """Return the reference with every input number off by one unit in the last place."""
 
-    def other(x: Any) -> Any:
-        x = np.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return nudged(x, EPSILON.get(str(x.dtype), EPSILON["float32"]), seed).astype(x.dtype)
-
-    params, inputs = jax.tree.map(other, theirs.params), tuple(map(other, theirs.inputs)) if seed else theirs.inputs
+    params, inputs = nudge(theirs.params, seed), nudge(theirs.inputs, seed) if seed else theirs.inputs
     return _Side(theirs.model, params, inputs, theirs.kwargs, theirs.mesh, theirs.loss)
 
 
-def _perturbed(params: Any) -> tuple[Any, list[str]]:
-    """Return the parameters, with other values for those that are constant; and the names of these."""
-    leaves, structure = jax.tree.flatten(params)
-    changed = []
-    for index, (name, leaf) in enumerate(zip(_names(params), leaves)):
-        values = np.asarray(leaf)
-        noise = noise_for(name, values)
-        if noise is not None:
-            leaves[index] = jnp.asarray(values + noise.astype(values.dtype))
-            changed.append(name)
-    return structure.unflatten(leaves), changed
-
-
-def _with(tree: Any, name: str, change: Callable[[Any], Any]) -> Any:
-    """Return the tree with one leaf changed."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([change(x) if one == name else x for one, x in zip(_names(tree), leaves)])
+def _changed(tree: Any, by: Mapping[str, Any], change: Callable[[Any, Any], Any]) -> Any:
+    """Return the tree with change(leaf, by[name]) in place of the leaves of these names."""
+    return jax.tree.map_with_path(lambda path, x: change(x, by[name_of(path)]) if name_of(path) in by else x, tree)
 
 
 def _rounding(params: Any, inputs: Sequence[Any]) -> Rounding:
@@ -276,21 +259,11 @@ def _rounding(params: Any, inputs: Sequence[Any]) -> Rounding:
     return Rounding.of(leaves, [(x.shape, jnp.issubdtype(x.dtype, jnp.inexact)) for x in inputs])
 
 
-def _names(tree: Any) -> list[str]:
-    """Return a name for each leaf: its path, joined by dots, as in torch's state_dict."""
-    paths, _ = jax.tree.flatten_with_path(tree)
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-
-
 def _whole_arrays(tree: Any) -> Arrays:
-    return {name: np.asarray(x) for name, x in _named(tree).items()}
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    return dict(zip(_names(tree), jax.tree.leaves(tree)))
+    return {name: np.asarray(x) for name, x in named_leaves(tree)}
 
 
 def _floats_in(output: Any) -> dict[str, Any]:
     """Return the floating-point arrays of an output, by name."""
-    found = {"output" + (f".{name}" if name else ""): jnp.asarray(x) for name, x in _named(output).items()}
+    found = {"output" + (f".{name}" if name else ""): jnp.asarray(x) for name, x in named_leaves(output)}
     return {name: x for name, x in found.items() if jnp.issubdtype(x.dtype, jnp.inexact)}

@@ -7,9 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from tplab.checking.comparison import nudged
+from tplab.checking.verdict import EPSILON
 from tplab.jax.private import devices_around, is_ref, new_ref
 
 
@@ -58,6 +61,28 @@ def under(mesh: jax.sharding.Mesh, fn: Callable[..., Any]) -> Callable[..., Any]
             return fn(*args)
 
     return call
+
+
+def name_of(path: Any) -> str:
+    """Return the name of a leaf: its path, joined by dots, as in torch's state_dict."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(name_of(path), leaf) for path, leaf in jax.tree.flatten_with_path(tree)[0]]
+
+
+def nudge(tree: Any, seed: int, epsilon: float | None = None) -> Any:
+    """Return a structure of arrays with each number off by one rounding, up or down: of its own dtype, or epsilon."""
+    draw = np.random.default_rng(seed)
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        by = EPSILON.get(str(leaf.dtype), EPSILON["float32"]) if epsilon is None else epsilon
+        return nudged(np.asarray(leaf), by, draw).astype(leaf.dtype)
+
+    return jax.tree.map(other, tree)
 
 
 def _explicit(leaf: Any) -> jax.sharding.PartitionSpec | None:

@@ -30,23 +30,21 @@ def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
     first: dict[str, int] = {}
     count = 0
 
-    def follow(jaxpr: Any, known: Mapping[Any, str]) -> None:
+    def visit(eqn: Any, given: list[Any], _: Any) -> list[Any]:
+        """Return the name of each result that only has another layout or dtype than an input; else None."""
         nonlocal count
-        here = dict(known)
-        for eqn in jaxpr.eqns:
-            count += 1
-            used = [None if isinstance(atom, Literal) else here.get(atom) for atom in eqn.invars]
-            inner, named = called(eqn), [name for name in used if name]
-            if inner is not None:
-                body, _ = opened(inner)
-                follow(body, {var: name for var, name in zip(body.invars, used) if name})
-            elif eqn.primitive.name in _SAME_NAME and named:
-                here[eqn.outvars[0]] = named[0]
-            else:
-                for name in named:
-                    first.setdefault(name, count)
+        count += 1
+        named = [name for name in given if name]
+        if (inner := called(eqn)) is not None:
+            return folded(inner, given, visit, given=lambda *_: None)
+        if eqn.primitive.name in _SAME_NAME and named:
+            return [named[0], *[None] * (len(eqn.outvars) - 1)]
+        for name in named:
+            first.setdefault(name, count)
+        return [None] * len(eqn.outvars)
 
-    follow(jaxpr, dict(zip(jaxpr.invars, names)))
+    others = [None] * (len(jaxpr.invars) - len(names))
+    folded(jaxpr, [*names, *others], visit, given=lambda *_: None)
     return sorted(first, key=lambda name: -first[name])
 
 
@@ -68,19 +66,18 @@ def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
     return found
 
 
-def reductions(closed: Any) -> list[Reduction]:
-    """Return the all_reduces of a jaxpr that are in lines of the program, without those in loops and branches. A mean
-    counts as the sum that it begins with."""
-    found = [_reduction(eqn, jaxpr) for eqn, jaxpr in _called_in_turn(closed.jaxpr)]
-    return [one for one in found if one is not None]
+def with_changes(fn: Callable[..., Any], at: Mapping[str, Any], found: list[Reduction]) -> Callable[..., Any]:
+    """Return `fn` with other results of all_reduces, and other scores in softmaxes: see `tried.Trial`.
 
-
-def with_changes(fn: Callable[..., Any], at: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return `fn` with other results of all_reduces, and other scores in softmaxes: see `tried.Trial`."""
+    found   gets the all_reduces in lines of the program, without those in loops and branches. A mean counts as the sum
+            that it begins with
+    """
     taken: dict[int, set[Any]] = {}
 
     def changed(eqn: Any, jaxpr: Any, read: Callable[[Any], Any], results: list[Any]) -> list[Any]:
-        how = at.get("reductions", {}).get(_reduction(eqn, jaxpr))
+        if (reduction := _reduction(eqn, jaxpr)) is not None:
+            found.append(reduction)
+        how = at.get("reductions", {}).get(reduction)
         if how is not None:
             names = EXCHANGES[eqn.primitive.name].names(eqn.params)
             return [_other_result(how, read(atom), result, names) for atom, result in zip(eqn.invars, results)]
@@ -91,10 +88,11 @@ def with_changes(fn: Callable[..., Any], at: Mapping[str, Any]) -> Callable[...,
             return results
         inputs = [_other_scores(read(atom), at["scores"]) if not isinstance(atom, Literal) and atom in scores
                   else read(atom) for atom in eqn.invars]  # fmt: skip
-        found = eqn.primitive.bind(*inputs, **eqn.params)
-        return found if eqn.primitive.multiple_results else [found]
+        again = eqn.primitive.bind(*inputs, **eqn.params)
+        return again if eqn.primitive.multiple_results else [again]
 
     def other(*args: Any) -> Any:
+        found.clear()
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         return jax.tree.unflatten(jax.tree.structure(shape), _evaluated(closed, jax.tree.leaves(args), changed))
 
@@ -123,16 +121,6 @@ def _reduction(eqn: Any, jaxpr: Any) -> Reduction | None:
     if known is None or not line or known.name_in(eqn) != "all_reduce":
         return None
     return Reduction(known.combines, ",".join(known.names(eqn.params)), line)
-
-
-def _called_in_turn(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every equation that is evaluated once, with the jaxpr it is in."""
-    for eqn in jaxpr.eqns:
-        inner = called(eqn)
-        if inner is None:
-            yield eqn, jaxpr
-        else:
-            yield from _called_in_turn(opened(inner)[0])
 
 
 def _evaluated(inner: Any, args: Sequence[Any], watch: Callable[..., list[Any]]) -> list[Any]:

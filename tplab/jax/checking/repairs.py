@@ -15,8 +15,7 @@ from tplab.checking.verdict import label
 from tplab.jax.checking.departure import SUMS, Axes, Departure
 from tplab.jax.checking.tape import Repair, Site, Source
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.layout import layouts_for
-from tplab.sharding import names_in
+from tplab.layout import layouts_for, take
 
 MOST_PLACES = 3
 
@@ -238,19 +237,13 @@ class Repairs(Departure):
             layout = next(iter(layouts_for(whole.shape, [local] * self.mesh.size, self.mesh)), None)
             if layout is None:
                 continue
-            cut = [*map(names_in, layout.spec), *[()] * whole.ndim][: whole.ndim]
+            pieces = np.stack([take(whole, layout, self.mesh, rank) for rank in self.mesh.ranks])
+            pieces = pieces.reshape(*self.axes.values(), *local)
 
-            def becomes(_: Any, y: Any, whole: Any = whole, cut: Any = cut) -> Any:
-                start = []
-                for size, entry in zip(y.shape, cut):
-                    index: Any = 0
-                    for name in entry:
-                        index = index * self.axes[name] + lax.axis_index(name)
-                    start.append(index * size)
-                return lax.dynamic_slice(jnp.asarray(whole, y.dtype), start, y.shape)
+            def becomes(_: Any, y: Any, pieces: Any = pieces) -> Any:
+                return jnp.asarray(pieces, y.dtype)[tuple(map(lax.axis_index, self.axes))]
 
-            name, line = self.nodes[at].name, self.line(at)
-            axes = tuple(dict.fromkeys(name for entry in cut for name in entry))
+            name, line, axes = self.nodes[at].name, self.line(at), layout.spec.axis_names
             part = f", of which each device needs its part along {label(axes)}" if axes else ""
             if name in ("random_bits", "threefry2x32"):
                 part += ": random numbers are drawn there on each device, and one device draws others"

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tplab.checking.causes import Sizes
-from tplab.checking.comparison import nudged
 from tplab.checking.gaps import gap, largest
 from tplab.checking.observed import Way, factor_between, first_fit
 from tplab.checking.same_model import NOT_FINITE, Finding, Row, SameModel, What, cannot_tell, could_not_run, named
 from tplab.checking.verdict import EPSILON, NEITHER, Rounding, coarsest
-from tplab.jax.checking.bench import Bench
-from tplab.jax.checking.given import Given, under
+from tplab.jax.checking.bench import explained
+from tplab.jax.checking.given import Given, named_leaves, nudge, under
 from tplab.jax.ranks.devices import jax_mesh
 from tplab.jax.tracing.jaxprs import equations_of
 from tplab.mesh import Mesh
@@ -77,7 +76,7 @@ def same_model(
     jaxpr = under(mesh, jax.make_jaxpr(ours))(*args).jaxpr
     computed = [v.aval for eqn, _ in equations_of(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")]
     dtype = coarsest(str(aval.dtype) for aval in computed)
-    others = [_nudged(args, EPSILON[dtype], seed) for seed in range(2)]
+    others = [nudge(args, seed, EPSILON[dtype]) for seed in range(2)]
     try:
         want, *again = [_results(under(reference_mesh, theirs), each) for each in (args, *others)]
     except (TypeError, ValueError) as error:
@@ -95,8 +94,7 @@ def same_model(
         if sum(aval.size for aval in computed) * mesh.size > MOST_ELEMENTS:
             return replace(finding, tried=("nothing: the step is too large to be evaluated equation by equation",))
         try:
-            bench = Bench(ours, theirs, args, others[0], dict(mesh.shape), comparison.slack)
-            return bench.found(finding, wrong)
+            return explained(finding, wrong, ours, theirs, args, others[0], dict(mesh.shape), comparison.slack)
         except Exception as error:  # a vmap has many limits: the comparison is then without a cause
             first = str(error).partition(chr(10))[0]
             tried = f"nothing: the step cannot be taken apart: {type(error).__name__}: {first}"
@@ -231,33 +229,20 @@ _WHOLE = "not tested: arguments are whole arrays, of which XLA gives each device
 def _results(step: Callable[..., Any], args: Sequence[Any]) -> list[_Result]:
     """Return all arrays that a step returns, with each device's part of them."""
     found = []
-    for place, (path, leaf) in enumerate(jax.tree.flatten_with_path(step(*args))[0]):
+    for place, (name, leaf) in enumerate(named_leaves(step(*args))):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             continue
         leaf = jnp.asarray(leaf)
         shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
         pieces = [(shard.index, np.asarray(shard.data, np.float64)) for shard in shards]
-        found.append(
-            _Result(place, jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf, np.float64), pieces)
-        )
+        found.append(_Result(place, name, np.asarray(leaf, np.float64), pieces))
     return found
 
 
-def _nudged(args: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
-    """Return the arguments, each number off by one rounding, up or down."""
-    draw = np.random.default_rng(seed)
-
-    def other(leaf: Any) -> Any:
-        is_number = isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return nudged(leaf, epsilon, draw).astype(leaf.dtype) if is_number else leaf
-
-    return [jax.tree.map(other, arg) for arg in args]
-
-
 def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
-    for path, leaf in jax.tree.flatten_with_path(tree)[0]:
+    for name, leaf in named_leaves(tree):
         if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            yield jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf, np.float64)
+            yield name, np.asarray(leaf, np.float64)
 
 
 def _at(x: Any, index: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+<<<<<<< HEAD
 from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, loop_parts, opened, own_frames
 from tplab.sharding import names_in
+=======
+from tplab.jax.private import scan_sizes
+from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, opened, own_frames
+from tplab.mesh import Mesh
+from tplab.sharding import P, join, split
+>>>>>>> main
 
 Source = tuple[int, int]
 """A node, and the index of one of its results."""
@@ -216,32 +222,15 @@ def _bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _cut(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
     """Return each device's piece: the axes of the mesh are the first dims."""
-    x, names, shape, where = jnp.asarray(x), [*map(names_in, spec)], list[int](), dict[str, int]()
-    local = []
-    for size, entry in zip(x.shape, [*names, *[()] * (x.ndim - len(names))]):
-        for name in entry:
-            where[name] = len(shape)
-            shape.append(axes[name])
-        local.append(len(shape))
-        shape.append(size // prod(axes[name] for name in entry))
-    x = x.reshape(shape).transpose([*(where[name] for name in axes if name in where), *local])
-    x = x.reshape([axes[name] if name in where else 1 for name in axes] + [shape[dim] for dim in local])
-    return jnp.broadcast_to(x, [*axes.values(), *(shape[dim] for dim in local)])
+    pieces = split(jnp.asarray(x), P(*spec), Mesh(**axes))
+    return jnp.stack(pieces).reshape(*axes.values(), *pieces[0].shape)
 
 
 def _joined(x: Any, spec: Any, axes: Mapping[str, int]) -> Any:
     """Return the whole that out_specs make of the pieces: the first copy, if a spec says that there are copies."""
-    names = [*map(names_in, spec)]
-    cut = [name for entry in names for name in entry]
-    x = x[tuple(slice(None) if name in cut else 0 for name in axes)]
-    left = [name for name in axes if name in cut]
-    local = x.shape[len(left) :]
-    order, sizes = [], []
-    for dim, size in enumerate(local):
-        entry = names[dim] if dim < len(names) else ()
-        order += [*(left.index(name) for name in entry), len(left) + dim]
-        sizes.append(size * prod(axes[name] for name in entry))
-    return x.transpose(order).reshape(sizes)
+    mesh = Mesh(**axes)
+    places = np.arange(x.size).reshape(mesh.size, *x.shape[len(axes) :])
+    return x.reshape(-1)[join([*places], P(*spec), mesh)]
 
 
 def _in_numpy(x: Any) -> Any:

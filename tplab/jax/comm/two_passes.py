@@ -8,6 +8,7 @@ forward mode nothing uses them, and the compiler drops them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -101,6 +102,7 @@ class TwoPasses:
         return found, [0] * len(found)
 
 
+@dataclass(frozen=True, eq=False)
 class _About:
     """What the tangent's primitive needs besides arrays; see `TwoPasses`. Compared by identity.
 
@@ -109,18 +111,13 @@ class _About:
     results               the shapes of all results
     """
 
-    def __init__(
-        self,
-        call: Any,
-        note: Any,
-        num_kept: int,
-        num_known: int,
-        places: tuple[int, ...],
-        floats: tuple[int, ...],
-        results: tuple[tuple[int, ...], ...],
-    ):
-        self.call, self.note, self.num_kept, self.num_known = call, note, num_kept, num_known
-        self.places, self.floats, self.results = places, floats, results
+    call: Any
+    note: Any
+    num_kept: int
+    num_known: int
+    places: tuple[int, ...]
+    floats: tuple[int, ...]
+    results: tuple[tuple[int, ...], ...]
 
 
 def _tangent_mapped(given: Any, dims: Any, *, jaxpr: Any, about: _About) -> tuple[Arrays, list[int]]:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.data.buckets import Bucket, Gradient, buckets_of
+from tplab.data.buckets import BUCKET_BYTES, Bucket, Gradient, buckets_of
 from tplab.jax.comm.collectives import all_reduce, axis_size
-from tplab.jax.ranks.context import this_mesh, varying_axes
+from tplab.jax.comm.derivatives import with_backward
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.jax.ranks.specs import spread
 from tplab.mesh import Axis
 
@@ -119,3 +120,49 @@ def share_of_tokens(targets: Array, axis: Axis, *, ignore_index: int = -100) -> 
 
 def _is_counted(targets: Array, ignore_index: int) -> Array:
     return targets.astype(int) != ignore_index  # a byte cannot be compared with -100
+
+
+# --- inside the backward pass -----------------------------------------------------------------------------------------
+
+
+Names = tuple[str, ...]
+
+
+def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKET_BYTES) -> Any:
+    """The same parameters, but their gradient becomes the mean over the ranks of `axis` (R ranks).
+
+        def loss(params, x, y):
+            params = data_parallel(params, "dp")
+            return cross_entropy(model(params, x), y)       # of this rank's part of the batch
+
+        grads = jax.grad(loss)(params, x, y)                # the mean over the ranks, the same on all of them
+
+    params         a pytree of arrays
+    bucket_bytes   the size limit of a bucket; buckets are filled from the last array to the first; None: one per array
+
+    forward   nothing is sent
+    backward  one all_reduce per bucket, which depends only on its own gradients: XLA may overlap it with the rest of
+              the backward pass. 2(R-1)/R of the gradients' bytes are sent by each rank
+    If several operations could run, the trace keeps the program's order, in which packing comes last. If you call this
+    on each layer's parameters where the layer uses them, buckets are sent during the backward pass in the trace too.
+    Without it, JAX itself adds the gradients up, one psum per array, because the parameters are the same on every rank
+    by their types and the data is not. To accumulate, call it on the parameters of the function that is differentiated
+    over all microbatches: then gradients are sent once.
+    """
+    names = this_mesh().names(axis)
+    leaves, structure = jax.tree.flatten(params)
+    same = list(leaves)
+    for bucket in plan_of(leaves, bucket_bytes):
+        members = [leaves[index] for index in bucket.indices]
+        for index, x in zip(bucket.indices, with_backward(_each, _mean, members, names, bucket)):
+            same[index] = x
+    return structure.unflatten(same)
+
+
+def _each(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
+    """The members as each rank's own, whose gradient becomes the mean over the ranks."""
+    return [vary(x, names) for x in members]
+
+
+def _mean(grads: list[Array], axes: list[Names], names: Names, bucket: Bucket) -> list[Array]:
+    return [vary(mean, along) for mean, along in zip(mean_of(bucket, grads, names), axes)]

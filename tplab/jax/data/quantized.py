@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from tplab.data.quantization import (
     INVERSE,
     LEVELS,
     SMALLEST,
+    How,
     Quantized,
     block_size,
     check_is_float,
@@ -58,7 +59,7 @@ def quantized_all_gather(
     section 3.1.
     """
     x, names = jnp.asarray(x), this_mesh().names(axis)
-    how = _How(names, dim_of(x.shape, dim, "quantized_all_gather"), "sum", bits, block, _levels(axis, inside))
+    how = How(names, dim_of(x.shape, dim, "quantized_all_gather"), "sum", bits, block, _levels(axis, inside))
     return _gather(vary(x, names), how=how)
 
 
@@ -91,47 +92,22 @@ def quantized_reduce_scatter(
     dim = dim_of(x.shape, dim, "quantized_reduce_scatter")
     one_of("op", op, ("sum", "mean"))
     share(x.shape[dim], axis_size(axis), f"quantized_reduce_scatter: dim {dim} has size", axis=names)
-    return _reduce(vary(x, names), how=_How(names, dim, op, bits, block, _levels(axis, inside)))
+    return _reduce(vary(x, names), how=How(names, dim, op, bits, block, _levels(axis, inside)))
 
 
 # --- on their way -----------------------------------------------------------------------------------------------------
 
 
-class _How(NamedTuple):
-    """The options of a quantised collective."""
-
-    axis: tuple[str, ...]
-    dim: int
-    op: str
-    bits: int | None
-    block: int | None
-    levels: Levels | None
-
-    @property
-    def exact(self) -> _How:
-        """The same options without quantisation."""
-        return self._replace(bits=None)
-
-
-def _gathered(x: Array, how: _How) -> Array:
-    return joined(crossed(x, how), x, how)
-
-
-def crossed(x: Array, how: _How) -> list[Array]:
-    """The codes and scales received across: the shards [O, ..] of the ranks at this rank's place in every node."""
+def _gathered(x: Array, how: How) -> Array:
     first = how.axis if how.levels is None else how.levels.across
-    return [all_gather(part, first) for part in _encoded(x.reshape(1, -1), how)]
-
-
-def joined(parts: Sequence[Array], like: Array, how: _How) -> Array:
-    """Spread the result of `crossed` inside the node, and decode it."""
-    if how.levels is not None:
+    parts = [all_gather(part, first) for part in _encoded(x.reshape(1, -1), how)]
+    if how.levels is not None:  # from across came the shards [O, ..] of the ranks at this place in every node
         parts = [_in_order(all_gather(part[None], how.levels.inside), how.levels) for part in parts]
-    rows = _decoded(parts, like.size, how).astype(like.dtype)
-    return jnp.concatenate([row.reshape(like.shape) for row in rows], how.dim)
+    rows = _decoded(parts, x.size, how).astype(x.dtype)
+    return jnp.concatenate([row.reshape(x.shape) for row in rows], how.dim)
 
 
-def _reduced(x: Array, how: _How) -> Array:
+def _reduced(x: Array, how: How) -> Array:
     num_ranks = axis_size(how.axis)
     pieces = jnp.stack(jnp.split(x, num_ranks, how.dim))
     rows, first = pieces.reshape(num_ranks, -1), how.axis
@@ -144,7 +120,7 @@ def _reduced(x: Array, how: _How) -> Array:
     return total.reshape(pieces.shape[1:]).astype(x.dtype)
 
 
-def _summed(rows: Array, axis: Axis, how: _How) -> Array:
+def _summed(rows: Array, axis: Axis, how: How) -> Array:
     """Rows [R k, n], k for each rank   ->   the sum [k, n] of those for this rank."""
     if how.bits is None:
         return reduce_scatter(rows, axis)
@@ -157,12 +133,12 @@ def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
     return None if inside is None else levels_of(this_mesh(), axis, inside)
 
 
-def _encoded(rows: Array, how: _How) -> list[Array]:
+def _encoded(rows: Array, how: How) -> list[Array]:
     """The form in which rows [r, n] are sent: codes and scales, or the rows themselves."""
     return [rows] if how.bits is None else list(quantize_rows(rows, how.bits, how.block))
 
 
-def _decoded(parts: Sequence[Array], n: int, how: _How) -> Array:
+def _decoded(parts: Sequence[Array], n: int, how: How) -> Array:
     """The rows [r, n], from their received form."""
     return parts[0] if how.bits is None else dequantize_rows(parts[0], parts[1], n, how.bits, how.block)
 
@@ -181,27 +157,27 @@ def _in_order(spread: Array, levels: Levels) -> Array:
 # --- derivatives: as if nothing had been rounded ----------------------------------------------------------------------
 
 
-def _gathered_tangent(x: Array, y: Array, dx: Array, how: _How) -> Array:
+def _gathered_tangent(x: Array, y: Array, dx: Array, how: How) -> Array:
     return with_backward(_gathered_as_is, _reduced_gradient, [dx], how.exact)[0]
 
 
-def _reduced_tangent(x: Array, y: Array, dx: Array, how: _How) -> Array:
+def _reduced_tangent(x: Array, y: Array, dx: Array, how: How) -> Array:
     return with_backward(_reduced_as_is, _gathered_gradient, [dx], how.exact)[0]
 
 
-def _gathered_as_is(xs: list[Array], how: _How) -> list[Array]:
+def _gathered_as_is(xs: list[Array], how: How) -> list[Array]:
     return [_gathered(xs[0], how)]
 
 
-def _reduced_as_is(xs: list[Array], how: _How) -> list[Array]:
+def _reduced_as_is(xs: list[Array], how: How) -> list[Array]:
     return [_reduced(xs[0], how)]
 
 
-def _reduced_gradient(dys: list[Array], axes: Any, how: _How) -> list[Array]:
+def _reduced_gradient(dys: list[Array], axes: Any, how: How) -> list[Array]:
     return [with_backward(_reduced_as_is, _gathered_gradient, dys, how._replace(op="sum"))[0]]
 
 
-def _gathered_gradient(dys: list[Array], axes: Any, how: _How) -> list[Array]:
+def _gathered_gradient(dys: list[Array], axes: Any, how: How) -> list[Array]:
     (dy,) = dys
     dy = dy / axis_size(how.axis) if how.op == "mean" else dy
     return [with_backward(_gathered_as_is, _reduced_gradient, [dy], how)[0]]

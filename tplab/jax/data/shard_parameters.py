@@ -60,16 +60,8 @@ def shard_parameters(
     the two gathers of a unit, and keeps the first result; in a `lax.scan` over layers it does not.
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
-    about = About(
-        axis,
-        op,
-        reshard_after_forward,
-        replicate_axis,
-        compute_dtype,
-        reduce_dtype,
-        gather or gather_rows,
-        reduce or reduce_rows,
-    )
+    send = gather or gather_rows, reduce or reduce_rows
+    about = About(axis, op, reshard_after_forward, replicate_axis, compute_dtype, reduce_dtype, *send)
     if isinstance(model, Sequence):
         layers = (ShardedLayer(layer, replace(about, unit=unit)) for unit, layer in enumerate(model))
         return ShardedLayers(tuple(layers), prefetch)

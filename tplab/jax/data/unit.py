@@ -12,22 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tplab.data.pieces import OPS, Pieces, data_axes
-from tplab.errors import one_of
+from tplab.data.pieces import Pieces, UnitOptions
 from tplab.jax.comm.collectives import axis_index, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.comm.two_passes import TwoPasses
-from tplab.jax.data.pieces import (
-    Gather,
-    Reduce,
-    held_in,
-    held_of,
-    message_of,
-    pieces_of,
-    reduced_row,
-    row_of,
-    wholes_in,
-)
+from tplab.jax.data.pieces import held_in, held_of, message_of, pieces_of, reduced_row, row_of, wholes_in
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.jax.tracing.jaxprs import LAYOUTS, UNIT
 from tplab.mesh import Axis
@@ -66,25 +55,10 @@ def is_sharded(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class About:
-    """How parameters are shared and what a unit sends: the options of `shard_parameters`."""
+class About(UnitOptions):
+    """The same in JAX; `unit` is the number of a unit in a list of layers."""
 
-    axis: Axis
-    op: str
-    reshard_after_forward: bool | Axis
-    replicate_axis: Axis | None
-    compute_dtype: Any
-    reduce_dtype: Any
-    gather: Gather
-    reduce: Reduce
-    unit: int | None = None  # its number in a list of layers
-
-    def __post_init__(self) -> None:
-        one_of("op", self.op, OPS)
-
-    @property
-    def secondary_axis(self) -> Axis | None:
-        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+    unit: int | None = None
 
     def gathers(self, row: Array, axis: Axis) -> Array:
         with self._named():
@@ -99,8 +73,7 @@ class About:
         return nullcontext() if self.unit is None else jax.named_scope(f"{UNIT}{self.unit}")
 
     def names(self) -> tuple[str, ...]:
-        """The axes along which ranks have different data."""
-        return data_axes(this_mesh(), self.axis, self.replicate_axis, self.secondary_axis)
+        return self.names_on(this_mesh())
 
     def shard(self, whole: Array) -> Sharded:
         """This rank's piece of a parameter."""

@@ -17,7 +17,7 @@ from jax import Array, lax
 from tplab.errors import one_of
 from tplab.jax.comm.collectives import axis_size
 from tplab.jax.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
-from tplab.jax.layers.parameters import Params
+from tplab.jax.layers.parameters import Composite, Params
 from tplab.jax.layers.sequence_attention import gather_attention, head_attention, ring_attention
 from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
@@ -28,7 +28,7 @@ _OVER_RANKS = {"ring": ring_attention, "gather": gather_attention, "head": head_
 
 
 @dataclass(frozen=True)
-class ParallelSelfAttention:
+class ParallelSelfAttention(Composite):
     """y = output(softmax(q k^T / sqrt(d)) v), where each rank of `axis` (R ranks) has H/R of the heads.
 
     x [B, S, D]   query.weight [H d/R, D]   key.weight, value.weight [K d/R, D]   output.weight [D, H d/R]   d = D/H
@@ -64,8 +64,7 @@ class ParallelSelfAttention:
     def _num_kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    @property
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         kv_width = self._num_kv_heads * (self.width // self.num_heads)
         key_or_value = ColumnParallelLinear(self.width, kv_width, self.axis, bias=self.bias)
         return {
@@ -77,23 +76,11 @@ class ParallelSelfAttention:
             ),
         }
 
-    @property
-    def specs(self) -> Params:
-        """How the parameters are sharded."""
-        return {name: part.specs for name, part in self._parts.items()}
-
-    def init(self, key: Any) -> Params:
-        """The parameters of the linear layers. Whole; inside a rank's program, its piece."""
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            self._check_share()
-        keys = jax.random.split(key, len(self._parts))
-        return {name: part.init(k) for k, (name, part) in zip(keys, self._parts.items(), strict=True)}
-
     def __call__(self, params: Params, x: Array) -> Array:
-        self._check_share()
+        self.check_ranks()
         check_attention_input(x.shape, self.width)
         x = enter(x, self.axis, self.sequence_dim)  # once, for query, key and value together
-        parts, head_width = self._parts, self.width // self.num_heads
+        parts, head_width = self.parts(), self.width // self.num_heads
         features = (parts[name].features(params[name], x) for name in ("query", "key", "value"))
         q, k, v = (y.reshape(*y.shape[:2], y.shape[2] // head_width, head_width) for y in features)  # [B, S, heads, d]
         return parts["output"](params["output"], lax.collapse(self._attended(q, k, v), 2))
@@ -105,7 +92,7 @@ class ParallelSelfAttention:
         o = _OVER_RANKS[self.scheme](q, k, v, self.context_axis, layout=self.layout, causal=self.causal)
         return o.swapaxes(1, 2)
 
-    def _check_share(self) -> None:
+    def check_ranks(self) -> None:
         label = ",".join(this_mesh().names(self.axis))
         check_heads(self.width, self.num_heads, self._num_kv_heads, axis_size(self.axis), label, self.sequence_dim)
 

@@ -46,7 +46,8 @@ class Partial(NamedTuple):
 def attend(q: Array, k: Array, v: Array, seen: Array | None, scale: float) -> Partial:
     """The attention of these queries to these keys."""
     scores = _scores(q, k, seen, scale)
-    highest = _finite(scores.max(-1, keepdims=True))
+    highest = scores.max(-1, keepdims=True)
+    highest = jnp.where(highest == -jnp.inf, 0, highest)  # -inf minus itself is NaN
     weights = jnp.exp(scores - highest)
     total = weights.sum(-1, keepdims=True)
     o = jnp.einsum("bgrmt,bgtd->bgrmd", weights, v.astype(weights.dtype)) / jnp.where(total == 0, 1, total)
@@ -77,11 +78,6 @@ def _scores(q: Array, k: Array, seen: Array | None, scale: float) -> Array:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     scores = scale * jnp.einsum("bgrmd,bgtd->bgrmt", _grouped(q, k.shape[1]), k, preferred_element_type=dtype)
     return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
-
-
-def _finite(x: Array) -> Array:
-    """x, with 0 for -inf, since -inf minus itself is NaN."""
-    return jnp.where(x == -jnp.inf, 0, x)
 
 
 def _grouped(x: Array, groups: int) -> Array:

@@ -13,7 +13,7 @@ from tplab.errors import one_of
 from tplab.experts.routing import Routing
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.layers.dispatch import Level, gathered, local, per_choice, per_rank
-from tplab.jax.layers.linear import check_share, share
+from tplab.jax.layers.linear import activated, check_share, share
 from tplab.jax.layers.parameters import Params, uniform
 from tplab.jax.layers.router import Routed, Router
 from tplab.mesh import Axis
@@ -174,12 +174,8 @@ def drawn(key: Any, experts: tuple[int, ...], width: int, hidden: int, specs: Pa
 
 def mlp(params: Params, x: Array, activation: str) -> Array:
     """x [.., N, D]   up [.., H, D]   down [.., D, H]   gate [.., H, D]   ->   [.., N, D]. With a gate it is SwiGLU."""
-    hidden = _linear(x, params["up"])
-    if activation == "swiglu":
-        hidden = jax.nn.silu(_linear(x, params["gate"])) * hidden
-    else:
-        hidden = jax.nn.gelu(hidden, approximate=activation == "gelu_tanh")
-    return _linear(hidden, params["down"])
+    gate = _linear(x, params["gate"]) if activation == "swiglu" else None
+    return _linear(activated(_linear(x, params["up"]), gate, activation), params["down"])
 
 
 def _linear(x: Array, weight: Array) -> Array:

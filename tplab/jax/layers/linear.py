@@ -28,7 +28,7 @@ from tplab import sharding
 from tplab.errors import ShapeError, one_of
 from tplab.jax.comm.collectives import all_gather, all_reduce, axis_size, reduce_scatter
 from tplab.jax.comm.regions import copy_to, gather_from, scatter_to
-from tplab.jax.layers.parameters import Params, here, uniform
+from tplab.jax.layers.parameters import Composite, Params, here, uniform
 from tplab.mesh import Axis
 from tplab.models.checks import (
     ACTIVATIONS,
@@ -141,7 +141,7 @@ class RowParallelLinear:
 
 
 @dataclass(frozen=True)
-class ParallelMLP:
+class ParallelMLP(Composite):
     """Two linear layers and the nonlinearity between them; each rank of `axis` has some of the hidden features.
 
     x [..., D]   up.weight [H/R, D]   down.weight [D, H/R]   ->   y [..., D], the same on every rank
@@ -174,34 +174,28 @@ class ParallelMLP:
     def down(self) -> RowParallelLinear:
         return RowParallelLinear(self.hidden, self.width, self.axis, bias=self.bias, sequence_dim=self.sequence_dim)
 
-    @property
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         gate = {"gate": self.up} if self.activation == "swiglu" else {}
         return {**gate, "up": self.up, "down": self.down}
 
-    @property
-    def specs(self) -> Params:
-        """How the parameters are sharded."""
-        return {name: part.specs for name, part in self._parts.items()}
-
-    def init(self, key: Any) -> Params:
-        """The parameters of the linear layers. Whole; inside a rank's program, its piece."""
-        check_share(self.hidden, self.axis, "hidden")
-        keys = jax.random.split(key, len(self._parts))
-        return {name: part.init(k) for k, (name, part) in zip(keys, self._parts.items(), strict=True)}
+    def check_ranks(self) -> None:
+        share(self.hidden, self.axis, "hidden")
 
     def __call__(self, params: Params, x: Array) -> Array:
-        share(self.hidden, self.axis, "hidden")
+        self.check_ranks()
         x = enter(x, self.axis, self.sequence_dim)  # once, for gate and up together
-        hidden = self.up.features(params["up"], x)
-        if self.activation == "swiglu":
-            hidden = jax.nn.silu(self.up.features(params["gate"], x)) * hidden
-        else:
-            hidden = jax.nn.gelu(hidden, approximate=self.activation == "gelu_tanh")
-        return self.down(params["down"], hidden)
+        gate = self.up.features(params["gate"], x) if self.activation == "swiglu" else None
+        return self.down(params["down"], activated(self.up.features(params["up"], x), gate, self.activation))
 
 
 # --- what the layers of this package share ---------------------------------------------------------------------------
+
+
+def activated(hidden: Array, gate: Array | None, activation: str) -> Array:
+    """The nonlinearity between the two layers of an MLP; with a gate it is SwiGLU."""
+    if gate is not None:
+        return jax.nn.silu(gate) * hidden
+    return jax.nn.gelu(hidden, approximate=activation == "gelu_tanh")
 
 
 def enter(x: Array, axis: Axis, sequence_dim: int | None) -> Array:

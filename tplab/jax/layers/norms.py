@@ -14,8 +14,7 @@ function.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,43 @@ from tplab.models.checks import check_norm_input
 from tplab.sharding import P
 
 
+class _Norm:
+    """What the four norms share: `weight` begins with ones, `bias` with zeros. A norm with a bias centres x.
+
+    axis            the ranks that each hold some of the features; None: every rank holds all of them
+    sequence_axis   the ranks over which gradients of the parameters are summed
+    """
+
+    width: int
+    eps: float
+    axis: Axis | None
+    sequence_axis: Axis | None = None
+    has_bias: ClassVar[bool] = True
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters are sharded."""
+        names = ("weight", "bias") if self.has_bias else ("weight",)
+        return dict.fromkeys(names, P() if self.axis is None else P(self.axis))
+
+    def init(self, key: Any = None) -> Params:
+        """Ones, and zeros for the bias. Whole; inside a rank's program, its piece. No key is needed."""
+        if self.axis is not None:
+            check_share(self.width, self.axis, "width")
+        whole = {"weight": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
+        return {name: here(whole[name], spec) for name, spec in self.specs.items()}
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        num_here = self.width if self.axis is None else share(self.width, self.axis, "width")
+        check_norm_input(type(self).__name__, x.shape, num_here, self.width)
+        weight, *bias = (shared(params[name], self.sequence_axis) for name in self.specs)
+        # of whole features the backward pass keeps x, and not its copies in 32 bits
+        normed = jax.checkpoint(_normed, static_argnums=(3, 4, 5)) if self.axis is None else _normed
+        return normed(x, weight, bias, self.width, self.axis, self.eps)
+
+
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(variance + eps) * weight + bias, over the last dim.
 
     x [..., D]   weight, bias [D], the same on every rank   ->   y [..., D]
@@ -42,24 +76,11 @@ class LayerNorm:
     _: KW_ONLY
     eps: float = 1e-5
     sequence_axis: Axis | None = None
-
-    @property
-    def specs(self) -> Params:
-        """How the parameters are sharded."""
-        return {"weight": P(), "bias": P()}
-
-    def init(self, key: Any = None) -> Params:
-        """Ones and zeros: no key is needed."""
-        return {"weight": jnp.ones(self.width), "bias": jnp.zeros(self.width)}
-
-    def __call__(self, params: Params, x: Array) -> Array:
-        check_norm_input("LayerNorm", x.shape, self.width, self.width)
-        weight, bias = (shared(params[name], self.sequence_axis) for name in ("weight", "bias"))
-        return _layer_norm(x, weight, bias, self.eps)
+    axis = None
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dim (Zhang & Sennrich 2019).
 
     x [..., D]   weight [D], the same on every rank   ->   y [..., D]
@@ -70,23 +91,11 @@ class RMSNorm:
     _: KW_ONLY
     eps: float = 1e-6
     sequence_axis: Axis | None = None
-
-    @property
-    def specs(self) -> Params:
-        """How the parameters are sharded."""
-        return {"weight": P()}
-
-    def init(self, key: Any = None) -> Params:
-        """Ones: no key is needed."""
-        return {"weight": jnp.ones(self.width)}
-
-    def __call__(self, params: Params, x: Array) -> Array:
-        check_norm_input("RMSNorm", x.shape, self.width, self.width)
-        return _rms_norm(x, shared(params["weight"], self.sequence_axis), self.eps)
+    axis, has_bias = None, False
 
 
 @dataclass(frozen=True)
-class ParallelLayerNorm:
+class ParallelLayerNorm(_Norm):
     """LayerNorm over D features of which each rank of `axis` (R ranks) holds some.
 
     x [..., D/R]   weight, bias [D/R]   ->   y [..., D/R]
@@ -99,26 +108,9 @@ class ParallelLayerNorm:
     _: KW_ONLY
     eps: float = 1e-5
 
-    @property
-    def specs(self) -> Params:
-        """How the parameters are sharded."""
-        return {"weight": P(self.axis), "bias": P(self.axis)}
-
-    def init(self, key: Any = None) -> Params:
-        """Ones and zeros, whole; inside a rank's program, its piece. No key is needed."""
-        check_share(self.width, self.axis, "width")
-        return {name: here(value, P(self.axis)) for name, value in LayerNorm(self.width).init().items()}
-
-    def __call__(self, params: Params, x: Array) -> Array:
-        check_norm_input("ParallelLayerNorm", x.shape, share(self.width, self.axis, "width"), self.width)
-        wide, weight = _wide(x), params["weight"]
-        centred = wide - _mean(wide, self.width, self.axis)
-        y = centred * lax.rsqrt(_mean(jnp.square(centred), self.width, self.axis) + self.eps)
-        return (y * weight + params["bias"]).astype(jnp.result_type(x, weight))
-
 
 @dataclass(frozen=True)
-class ParallelRMSNorm:
+class ParallelRMSNorm(_Norm):
     """RMSNorm over D features of which each rank of `axis` (R ranks) holds some.
 
     x [..., D/R]   weight [D/R]   ->   y [..., D/R]
@@ -130,45 +122,25 @@ class ParallelRMSNorm:
     axis: Axis
     _: KW_ONLY
     eps: float = 1e-6
-
-    @property
-    def specs(self) -> Params:
-        """How the parameters are sharded."""
-        return {"weight": P(self.axis)}
-
-    def init(self, key: Any = None) -> Params:
-        """Ones, whole; inside a rank's program, its piece. No key is needed."""
-        check_share(self.width, self.axis, "width")
-        return {"weight": here(jnp.ones(self.width), P(self.axis))}
-
-    def __call__(self, params: Params, x: Array) -> Array:
-        check_norm_input("ParallelRMSNorm", x.shape, share(self.width, self.axis, "width"), self.width)
-        wide, weight = _wide(x), params["weight"]
-        y = wide * lax.rsqrt(_mean(jnp.square(wide), self.width, self.axis) + self.eps)
-        return (y * weight).astype(jnp.result_type(x, weight))
+    has_bias = False
 
 
-@partial(jax.checkpoint, static_argnums=3)  # the backward pass keeps x, and not its copies in 32 bits
-def _layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+def _normed(x: Array, weight: Array, bias: list[Array], width: int, axis: Axis | None, eps: float) -> Array:
     wide = _wide(x)
-    centred = wide - wide.mean(-1, keepdims=True)
-    y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
-    return (y * weight + bias).astype(jnp.result_type(x, weight))
-
-
-@partial(jax.checkpoint, static_argnums=2)
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    wide = _wide(x)
-    y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-    return (y * weight).astype(jnp.result_type(x, weight))
+    if bias:
+        wide = wide - _mean(wide, width, axis)
+    y = wide * lax.rsqrt(_mean(jnp.square(wide), width, axis) + eps) * weight
+    return (y + bias[0] if bias else y).astype(jnp.result_type(x, weight))
 
 
 def _wide(x: Array) -> Array:
     return x.astype(jnp.result_type(jnp.float32, x.dtype))
 
 
-def _mean(x: Array, width: int, axis: Axis) -> Array:
-    """The mean over the features of all ranks, which each rank then uses for its own features."""
+def _mean(x: Array, width: int, axis: Axis | None) -> Array:
+    """The mean over the features, of all ranks of `axis`, for each rank's use on its own features."""
+    if axis is None:
+        return x.mean(-1, keepdims=True)
     return copy_to(all_reduce(x.sum(-1, keepdims=True), axis) / width, axis)
 
 

@@ -34,9 +34,7 @@ from tplab.jax.layers.ring_matmul import (
     key_of,
     of_each,
     ring_of,
-    stacked,
     sums,
-    unstacked,
 )
 from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
@@ -60,7 +58,7 @@ def all_gather_matmul(x: Array, weight: Array, axis: Axis, *, dim: int = -1, dir
     """
     ring, by_tokens = ring_of("gather", x, weight, axis, dim, direction)
     if not by_tokens:
-        return gathered(x, of_each(cut(as_varying_as(x, weight, ring), ring, 1), ring), ring)
+        return _over_features(x, weight, ring)
     products = {key_of(piece): linear(arrived, weight) for piece, arrived in arrivals(x, ring, dim)}
     return joined(tuple(products[key_of(piece)] for piece in ring.pieces()), ring, dim)
 
@@ -77,10 +75,17 @@ def matmul_reduce_scatter(x: Array, weight: Array, axis: Axis, *, dim: int = -1,
     """
     ring, by_tokens = ring_of("scatter", x, weight, axis, dim, direction)
     if not by_tokens:
-        weights = of_each(cut(as_varying_as(x, weight, ring), ring, 0), ring)
-        return sums(lambda piece: linear(x, weights[key_of(piece)]), ring, -1)
+        return _over_features(x, weight, ring)
     tokens = of_each(cut(varying(x, axis), ring, dim), ring)
     return sums(lambda piece: linear(tokens[key_of(piece)], weight), ring, dim)
+
+
+def _over_features(x: Array, weight: Array, ring: Ring) -> Array:
+    """The product where features are cut: the weight of each piece that arrives, or leaves, is a piece of its own."""
+    weights = of_each(cut(as_varying_as(x, weight, ring), ring, 1 if ring.mode == "gather" else 0), ring)
+    if ring.mode == "gather":
+        return gathered(x, weights, ring)
+    return sums(lambda piece: linear(x, weights[key_of(piece)]), ring, -1)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,7 @@ class AsyncLinear:
         else:
             spec, dim = (P(self.axis), 1) if self.mode == "gather" else (P(None, self.axis), 0)
             whole = uniform(key, (self.out_features, self.in_features), spec, self.in_features**-0.5)
-            pieces: tuple[Array, ...] = cut(whole, ring, dim)
-            weight: Array = stacked(pieces, ring, dim)
+            weight = joined(cut(whole, ring._replace(is_stacked=False), dim), ring, dim)
         return with_bias(weight, self.out_features if self.bias else 0, P(self.axis))
 
     def __call__(self, params: Params, x: Array) -> Array:
@@ -139,11 +143,8 @@ class AsyncLinear:
         check_weight("AsyncLinear", params["weight"], shape, self.axis)
         if shape[0] == 1:
             y = linear(x, params["weight"][0])
-        elif self.mode == "gather":
-            y = gathered(x, of_each(unstacked(as_varying_as(x, params["weight"], ring), ring, 1), ring), ring)
         else:
-            weights = of_each(unstacked(as_varying_as(x, params["weight"], ring), ring, 0), ring)
-            y = sums(lambda piece: linear(x, weights[key_of(piece)]), ring, -1)
+            y = _over_features(x, params["weight"], ring)
         return y + params["bias"] if self.bias else y
 
     @property
@@ -156,7 +157,7 @@ class AsyncLinear:
     @property
     def _ring(self) -> Ring:
         size = self._shape[2] if self.mode == "gather" else self._shape[1]
-        return Ring(self.mode, self.axis, self.direction, size)
+        return Ring(self.mode, self.axis, self.direction, size, is_stacked=True)
 
 
 @dataclass(frozen=True)

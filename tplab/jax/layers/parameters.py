@@ -6,6 +6,7 @@ operation by itself, it is the same up to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +18,30 @@ from tplab.sharding import P, cut
 
 Params = dict[str, Any]
 """Names -> arrays or Params, named as in torch's state_dict, with weights [out, in]."""
+
+
+class Composite:
+    """A layer made of other layers: its parameters are theirs, by name."""
+
+    def parts(self) -> Mapping[str, Any]:
+        """The layers by name."""
+        raise NotImplementedError
+
+    def check_ranks(self) -> None:
+        """Inside a rank's program, raise ShapeError if the ranks cannot share the layer."""
+
+    @property
+    def specs(self) -> Params:
+        """How the parameters are sharded."""
+        return {name: part.specs for name, part in self.parts().items()}
+
+    def init(self, key: Any) -> Params:
+        """The parameters of all parts. Whole; inside a rank's program, its piece."""
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            self.check_ranks()
+        parts = self.parts()
+        keys = jax.random.split(key, len(parts))
+        return {name: part.init(k) for k, (name, part) in zip(keys, parts.items(), strict=True)}
 
 
 def uniform(key: Any, shape: tuple[int, ...], spec: P, bound: float) -> Array:

@@ -21,12 +21,18 @@ from tplab.rings import DIRECTIONS, Lanes, RingPiece, gather_lanes, scatter_lane
 
 
 class Ring(NamedTuple):
-    """How one layer's arrays are cut into pieces for the ring; `size` is that of a piece along the dim that is cut."""
+    """How one layer's arrays are cut into pieces for the ring.
+
+    size         of a piece along the dim that is cut
+    is_stacked   the whole is a weight [R, .., ..], one piece per rank, in the order of the ring, and the dim is that of
+                 a row, which "split" cuts in two; otherwise pieces lie along the dim, in the order of the ranks
+    """
 
     mode: str
     axis: Axis
     direction: str
     size: int
+    is_stacked: bool = False
 
     def lanes(self) -> Lanes:
         """This rank's pieces. Their owners are known only at run time."""
@@ -110,11 +116,11 @@ def as_varying_as(x: Array, weight: Array, ring: Ring) -> Array:
     return vary(varying(weight, ring.axis), tuple(varying_axes(x)))
 
 
-# --- from the order of the ranks to that of the ring, and back -------------------------------------------------------
+# --- pieces of an array that holds those of all ranks, and back ------------------------------------------------------
 
 
 def cut(whole: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
-    """The pieces of a dim that contains those of all ranks. The gradient is joined in one step."""
+    """The pieces, in the order of the ring. The gradient is joined in one step."""
     return tuple(with_backward(_cut, _joined_gradient, [whole], ring, dim))
 
 
@@ -124,19 +130,29 @@ def joined(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
 
 
 def _cut(wholes: list[Array], ring: Ring, dim: int) -> list[Array]:
-    (whole,) = wholes
-    return [
-        lax.dynamic_slice_in_dim(whole, piece.owner * ring.size + piece.begin, piece.size, dim)
-        for piece in ring.pieces()
-    ]
+    (whole,), found = wholes, []
+    for piece in ring.pieces():
+        if ring.is_stacked:
+            row = whole[ring.place(piece)]
+            found.append(lax.slice_in_dim(row, piece.begin, piece.begin + piece.size, axis=dim))
+        else:
+            found.append(lax.dynamic_slice_in_dim(whole, piece.owner * ring.size + piece.begin, piece.size, dim))
+    return found
 
 
 def _joined(pieces: list[Array], ring: Ring, dim: int) -> list[Array]:
-    shape = list(pieces[0].shape)
-    shape[dim] = ring.size * axis_size(ring.axis)
-    whole = _empty(tuple(shape), pieces[0])
+    shape = [axis_size(ring.axis), *pieces[0].shape] if ring.is_stacked else list(pieces[0].shape)
+    if not ring.is_stacked:
+        shape[dim] = ring.size * axis_size(ring.axis)
+    # an array to write piece by piece, which XLA does in place, while it would copy for a concatenation
+    whole = vary(jnp.zeros(shape, pieces[0].dtype), tuple(varying_axes(pieces[0])))
     for piece, array in zip(ring.pieces(), pieces, strict=True):
-        whole = lax.dynamic_update_slice_in_dim(whole, array, piece.owner * ring.size + piece.begin, dim)
+        begin: list[Any] = [0] * len(shape)
+        if ring.is_stacked:
+            begin[0], begin[1 + dim], array = ring.place(piece), piece.begin, array[None]
+        else:
+            begin[dim] = piece.owner * ring.size + piece.begin
+        whole = lax.dynamic_update_slice(whole, array, begin)
     return [whole]
 
 
@@ -146,46 +162,6 @@ def _joined_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> lis
 
 def _cut_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
     return list(cut(grads[0], ring, dim))
-
-
-def unstacked(weight: Array, ring: Ring, dim: int) -> tuple[Array, ...]:
-    """The pieces of a weight [R, .., ..], in the order of the ring; "split" cuts along `dim` of a row."""
-    return tuple(with_backward(_unstacked, _stacked_gradient, [weight], ring, dim))
-
-
-def stacked(pieces: tuple[Array, ...], ring: Ring, dim: int) -> Array:
-    """The weight with these pieces: the reverse of unstacked, and its gradient."""
-    return with_backward(_stacked, _unstacked_gradient, pieces, ring, dim)[0]
-
-
-def _unstacked(weights: list[Array], ring: Ring, dim: int) -> list[Array]:
-    (weight,) = weights
-    return [
-        lax.slice_in_dim(weight[ring.place(piece)], piece.begin, piece.begin + piece.size, axis=dim)
-        for piece in ring.pieces()
-    ]
-
-
-def _stacked(pieces: list[Array], ring: Ring, dim: int) -> list[Array]:
-    weight = _empty((axis_size(ring.axis), *pieces[0].shape), pieces[0])
-    for piece, array in zip(ring.pieces(), pieces, strict=True):
-        begin = [ring.place(piece), 0, 0]
-        begin[1 + dim] = piece.begin
-        weight = lax.dynamic_update_slice(weight, array[None], begin)
-    return [weight]
-
-
-def _stacked_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
-    return [stacked(tuple(grads), ring, dim)]
-
-
-def _unstacked_gradient(grads: list[Array], axes: Any, ring: Ring, dim: int) -> list[Array]:
-    return list(unstacked(grads[0], ring, dim))
-
-
-def _empty(shape: tuple[int, ...], like: Array) -> Array:
-    """An array to write piece by piece, which XLA does in place, while it would copy for a concatenation."""
-    return vary(jnp.zeros(shape, like.dtype), tuple(varying_axes(like)))
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

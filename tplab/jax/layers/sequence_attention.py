@@ -19,6 +19,7 @@ kernels compute n^2 / 2. At most n x S scores per head exist at a time, in `ring
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,35 +29,15 @@ from jax import Array
 from tplab.jax.comm.collectives import all_to_all, axis_index, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.layers.attention_by_tiles import About, attend_by_tiles
-from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
-from tplab.sequence import (
-    AttentionMask,
-    LayoutName,
-    TokenLayout,
-    check_attention,
-    check_heads_to_share,
-    check_rope,
-    layout_of,
-)
+from tplab.sequence import AttentionMask, LayoutName, TokenLayout, check_heads_to_share, check_rope
+from tplab.sequence.call import Call, over_axis, over_two_axes
 
-Layout = LayoutName | TokenLayout
+_over_axis, _over_two_axes = partial(over_axis, axis_size=axis_size), partial(over_two_axes, axis_size=axis_size)
 
 
-def ring_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    axis: Axis,
-    *,
-    layout: Layout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+@_over_axis
+def ring_attention(call: Call, q: Array, k: Array, v: Array, axis: Axis) -> Any:
     """Attention in which keys and values go around the ring of `axis`, with a tile of scores computed during each hop.
 
     forward    p-1 hops of k and v, stacked
@@ -66,49 +47,23 @@ def ring_attention(
     Raises ShapeError if the shapes, the layout or the documents do not fit, NotImplementedError for dropout.
     Liu et al. 2023, "Ring attention with blockwise transformers".
     """
-    mask = AttentionMask(causal, window, documents)
-    return attend_by_tiles(_about("ring_attention", q, k, v, axis, layout, mask, scale, dropout), q, k, v, return_lse)
+    return attend_by_tiles(About(axis, call.layout, call.mask, call.scale), q, k, v, call.return_lse)
 
 
-def gather_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    axis: Axis,
-    *,
-    layout: Layout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+@_over_axis
+def gather_attention(call: Call, q: Array, k: Array, v: Array, axis: Axis) -> Any:
     """Attention in which every rank of `axis` gathers all keys and values.
 
     forward    one all_gather of k and v, stacked
     backward   the same again, so that they need not be kept; and one reduce_scatter of dk and dv, in their own dtype
     Other arguments, and errors, as for `ring_attention`. Llama 3 herd of models, 2024, section 3.3.2.
     """
-    mask = AttentionMask(causal, window, documents)
-    about = _about("gather_attention", q, k, v, axis, layout, mask, scale, dropout)
-    return attend_by_tiles(about._replace(gathers=True), q, k, v, return_lse)
+    about = About(axis, call.layout, call.mask, call.scale, gathers=True)
+    return attend_by_tiles(about, q, k, v, call.return_lse)
 
 
-def head_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    axis: Axis,
-    *,
-    layout: Layout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+@_over_axis
+def head_attention(call: Call, q: Array, k: Array, v: Array, axis: Axis) -> Any:
     """Attention in which each rank of `axis` computes h/p heads of the whole sequence.
 
     forward    an all_to_all of q, one of k and v, stacked, and one of o: (p-1)/p of each is sent
@@ -116,26 +71,11 @@ def head_attention(
     Other arguments, and errors, as for `ring_attention`; also a ShapeError if p does not divide h and g.
     Jacobs et al. 2023, "DeepSpeed Ulysses".
     """
-    mask = AttentionMask(causal, window, documents)
-    about = _about("head_attention", q, k, v, axis, layout, mask, scale, dropout)
-    return _exchanged(about._replace(axis=None), "head_attention", q, k, v, axis, return_lse)
+    return _exchanged(call, q, k, v, axis, None)
 
 
-def head_ring_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    head_axis: Axis,
-    ring_axis: Axis,
-    *,
-    layout: Layout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+@_over_two_axes
+def head_ring_attention(call: Call, q: Array, k: Array, v: Array, head_axis: Axis, ring_axis: Axis) -> Any:
     """Attention with heads exchanged along `head_axis`, and keys and values passed around the ring of `ring_axis`.
 
     The layout is over the p ranks of both: the rank at index i of the ring and j of the heads has place i p_head + j,
@@ -143,34 +83,24 @@ def head_ring_attention(
     forward, backward    those of `head_attention` over p_head ranks, then those of `ring_attention` over p_ring
     Other arguments, and errors, as for both. Fang and Zhao 2024, "USP".
     """
-    mask = AttentionMask(causal, window, documents)
-    axis = (*this_mesh().names(ring_axis), *this_mesh().names(head_axis))
-    about = _about("head_ring_attention", q, k, v, axis, layout, mask, scale, dropout)
-    return _exchanged(about._replace(axis=ring_axis), "head_ring_attention", q, k, v, head_axis, return_lse)
+    return _exchanged(call, q, k, v, head_axis, ring_axis)
 
 
-# --- what all four share ----------------------------------------------------------------------------------------------
+# --- tokens for heads -------------------------------------------------------------------------------------------------
 
 
-def _about(
-    op: str, q: Array, k: Array, v: Array, axis: Axis, layout: Layout, mask: AttentionMask, scale: Any, dropout: float
-) -> About:
-    """The checked description of a call with a ring of `axis`."""
-    factor = check_attention(op, q, k, v, scale, dropout)
-    return About(axis, layout_of(layout, q.shape[2], axis_size(axis)), mask, factor)
-
-
-def _exchanged(about: About, op: str, q: Array, k: Array, v: Array, axis: Axis, return_lse: bool) -> Any:
-    """The same, with tokens exchanged for heads along `axis` before, and back again after."""
+def _exchanged(call: Call, q: Array, k: Array, v: Array, axis: Axis, ring_axis: Axis | None) -> Any:
+    """Attention with tokens exchanged for heads along `axis` before, and back again after."""
     num_ranks = axis_size(axis)
-    check_heads_to_share(op, q.shape[1], k.shape[1], num_ranks, axis)
-    order = about.layout.exchanged(num_ranks)
+    check_heads_to_share(call.op, q.shape[1], k.shape[1], num_ranks, axis)
+    about = About(ring_axis, call.layout, call.mask, call.scale, group=num_ranks)
+    order = call.layout.exchanged(num_ranks)
     back = order.argsort()
     q = _ordered(all_to_all(q, axis, 1, 2), order)
     kv = _ordered(all_to_all(jnp.stack([k, v]), axis, 2, 3), order)
-    o, lse = attend_by_tiles(about._replace(group=num_ranks), q, kv[0], kv[1], True)
+    o, lse = attend_by_tiles(about, q, kv[0], kv[1], True)
     o = all_to_all(_ordered(o, back), axis, 2, 1)
-    return (o, all_to_all(_ordered(lse[..., None], back), axis, 2, 1)[..., 0]) if return_lse else o
+    return (o, all_to_all(_ordered(lse[..., None], back), axis, 2, 1)[..., 0]) if call.return_lse else o
 
 
 def _ordered(x: Array, order: np.ndarray) -> Array:

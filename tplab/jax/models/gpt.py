@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,29 +20,20 @@ from tplab.jax.layers.router import Router, balance_loss, excess_load
 from tplab.jax.layers.sequence_attention import token_positions
 from tplab.jax.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tplab.mesh import Axis
+from tplab.models import gpt as pure
 from tplab.models.checks import SequenceScheme, check_ids
-from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, gpt_parameters, gpt_specs
+from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, beside, gpt_parameters, gpt_specs
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 from tplab.sequence import LayoutName
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a GPT, or of one of its layers."""
+class Parts(pure.Parts):
+    """A GPT in JAX, or one of its layers."""
 
-    config: GPTConfig
-    axis: Axis = "tp"
-    _: KW_ONLY
-    sequence_parallel: bool = False
-    data_axis: Axis | None = None
-    context_axis: Axis | None = None
-    layout: LayoutName = "zigzag"
-    scheme: SequenceScheme = "ring"
-    expert_axis: Axis = "ep"
-    dispatch: str = "all_to_all"
+    kinds = pure.Kinds(VocabParallelEmbedding, LayerNorm, RMSNorm, ParallelSelfAttention, ParallelMLP, ParallelExperts)
 
     def _drops(self, key: Any) -> Drops:
-        return Drops(self.config.dropout, key, self._varies_along)
+        return Drops(self.config.dropout, key, self.varies_along)
 
     def _positions(self, weight: Array, ids: Array) -> Array:
         """A row of `weight` for each token of ids [B, S]: [S, D], or this rank's piece of the sequence."""
@@ -54,32 +45,20 @@ class Parts:
             rows = weight[token_positions(length * num_ranks, self.context_axis, layout=self.layout)]
         return scatter_to(rows, self.axis, 0) if self.sequence_parallel else rows
 
-    @property
-    def _sequence_dim(self) -> int | None:
-        return 1 if self.sequence_parallel else None
-
-    @property
-    def _varies_along(self) -> Axis | None:
-        return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
-
-    def _counted_over(self, over: str) -> dict[str, Axis | None]:
-        """The axes for `balance_loss`, over whose ranks tokens are counted together."""
-        found = self.context_axis, self.axis if self.sequence_parallel else None
-        if over == "global":
-            return {"axis": _names(self.data_axis, self.expert_axis, *found)}
-        return {"sequence_axis": _names(*found)}
+    def _norm(self, params: Params, x: Array) -> Array:
+        return self.make_norm()(params, x)
 
     def _block(self, number: int, params: Params, x: Array, *balance: Array, drops: Drops) -> Any:
         """x + attention(norm(x)), then x + mlp(norm(x)), with the block's experts instead of the MLP if it has any.
 
         x [B, S, D]   ->   the same; from the first block with experts on, also the balance losses [] so far
         """
-        x = x + drops(self._attention(params["attention"], self._norm(params["norm_1"], x)))
+        x = x + drops(self.make_attention()(params["attention"], self._norm(params["norm_1"], x)))
         y, experts = self._norm(params["norm_2"], x), self.config.experts_in(number)
         if experts is None:
-            return _with(x + drops(self._mlp(params["mlp"], y)), *balance)
+            return beside(x + drops(self.make_mlp()(params["mlp"], y)), *balance)
         y, own = self._experts(experts, params["mlp"], y)
-        return _with(x + drops(y), own + sum(balance))
+        return beside(x + drops(y), own + sum(balance))
 
     def _experts(self, about: GPTExperts, params: Params, x: Array) -> tuple[Array, Array]:
         """x [B, S, D]   ->   y [B, S, D], and the balance loss [], times its factor.
@@ -87,65 +66,25 @@ class Parts:
         The ranks of the tensor axis hold features of every expert. They all have the same tokens or, under sequence
         parallelism, each has its own, which they exchange.
         """
-        width = self.config.width
-        rows, rule = x.reshape(-1, width), about.routing
-        routed = Router(width, rule)(params["router"], rows)
-        layer = ParallelExperts(
-            width,
-            about.hidden,
-            rule,
-            self.expert_axis,
-            activation=self.config.activation,
-            dispatch=self.dispatch,
-            tensor_axis=self.axis,
-            same_tokens=not self.sequence_parallel,
-        )
-        y = layer(params["experts"], rows, routed).reshape(x.shape)
+        rows = x.reshape(-1, self.config.width)
+        routed = Router(self.config.width, about.routing)(params["router"], rows)
+        y = self.make_experts(about)(params["experts"], rows, routed).reshape(x.shape)
         if about.shared:
-            shared = replace(self._mlp, hidden=about.shared, bias=False)
-            y = y + shared(params["shared"], x)
-        counted = self._counted_over(about.over)
+            y = y + self.make_mlp(about.shared)(params["shared"], x)
+        counted = self.counted_over(about.over)
         loss = about.balance * balance_loss(routed, over=about.over, sequence=x.shape[1], **counted)
         if about.bias_rate:
             loss = loss + excess_load(routed, params["router"]["bias"])
         return y, all_reduce(loss, self.axis, "mean") if self.sequence_parallel else loss
 
-    @property
-    def _embedding(self) -> VocabParallelEmbedding:
-        config = self.config
-        return VocabParallelEmbedding(config.vocab_size, config.width, self.axis, sequence_dim=self._sequence_dim)
+    def _logits(self, params: Params, x: Array, *balance: Array) -> Any:
+        logits = self.make_embedding().logits(params["embedding"], self._norm(params["norm"], x))
+        return beside(logits, *balance)
 
-    @property
-    def _attention(self) -> ParallelSelfAttention:
-        config = self.config
-        return ParallelSelfAttention(
-            config.width,
-            config.num_heads,
-            self.axis,
-            num_kv_heads=config.num_kv_heads,
-            bias=config.bias,
-            sequence_dim=self._sequence_dim,
-            context_axis=self.context_axis,
-            layout=self.layout,
-            scheme=self.scheme,
-        )
-
-    @property
-    def _mlp(self) -> ParallelMLP:
-        config = self.config
-        return ParallelMLP(
-            config.width,
-            config.hidden_width,
-            self.axis,
-            activation=config.activation,
-            bias=config.bias,
-            sequence_dim=self._sequence_dim,
-        )
-
-    @property
-    def _norm(self) -> LayerNorm | RMSNorm:
-        kind = LayerNorm if self.config.norm == "layer" else RMSNorm
-        return kind(self.config.width, sequence_axis=self.axis if self.sequence_parallel else None)
+    def _entered(self, params: Params, ids: Array, drops: Drops) -> Array:
+        """The sum of token and position embeddings."""
+        positions = self._positions(params["positions"]["weight"], ids)
+        return drops(self.make_embedding()(params["embedding"], ids) + positions)
 
 
 @dataclass(frozen=True)
@@ -182,12 +121,12 @@ class GPT(Parts):
         return nested(first)
 
     def __call__(self, params: Params, ids: Array, *, key: Any = None) -> Any:
-        positions, drops = self._positions(params["positions"]["weight"], ids), self._drops(key)
-        x: Any = (drops(self._embedding(params["embedding"], ids) + positions),)
+        drops = self._drops(key)
+        x: Any = (self._entered(params, ids, drops),)
         for number in range(self.config.num_layers):
             x = self._block(number, params["blocks"][str(number)], *x, drops=drops)
             x = x if isinstance(x, tuple) else (x,)
-        return _with(self._embedding.logits(params["embedding"], self._norm(params["norm"], x[0])), *x[1:])
+        return self._logits(params, *x)
 
     def loss(self, params: Params, ids: Array, targets: Array, *, key: Any = None) -> Array:
         """The mean cross-entropy of targets [B, S], the same on every rank; -100 is not counted. With a context axis,
@@ -199,17 +138,6 @@ class GPT(Parts):
         total = vocab_parallel_cross_entropy(logits, targets, self.axis, size, reduction="sum")
         mean = all_reduce(total, axis) / all_reduce((targets != IGNORED).sum(), axis)
         return mean if self.config.experts is None else mean + all_reduce(balance, axis, "mean")
-
-
-def _with(x: Array, *balance: Array) -> Any:
-    """x, or a tuple of x and the balance losses if there are any."""
-    return (x, *balance) if balance else x
-
-
-def _names(*axes: Axis | None) -> Axis | None:
-    """The names of all these axes, each once; None if there is none."""
-    names = (name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis))
-    return tuple(dict.fromkeys(names)) or None
 
 
 class Drops:
@@ -272,8 +200,7 @@ class GPTEmbedding(Parts):
         return _begin(self, ("embedding.weight", "positions.weight"), key)
 
     def __call__(self, params: Params, ids: Array, *, key: Any = None) -> Array:
-        positions = self._positions(params["positions"]["weight"], ids)
-        return self._drops(key)(self._embedding(params["embedding"], ids) + positions)
+        return self._entered(params, ids, self._drops(key))
 
 
 @dataclass(frozen=True)
@@ -300,7 +227,7 @@ class GPTHead(Parts):
         return _begin(self, ("embedding.weight", *names), key)  # the embedding first, as in the first layer
 
     def __call__(self, params: Params, x: Array, *balance: Array) -> Any:
-        return _with(self._embedding.logits(params["embedding"], self._norm(params["norm"], x)), *balance)
+        return self._logits(params, x, *balance)
 
 
 def _begin(layer: Parts, names: Any, key: Any) -> Params:

@@ -21,14 +21,7 @@ from tplab.models import state as pure
 State = Mapping[str, Any]
 
 
-def split_state(state: State, specs: State, mesh: Mesh) -> list[Params]:
-    """The part of the whole parameters that each rank of `mesh` holds. (`run` does this itself: in_specs=layer.specs.)
-
-    state   whole parameters, nested as layers have them        specs   the same structure of P: layer.specs
-    A dim that does not divide, such as a vocabulary, is cut into pieces of ceil(n / R), the last ones smaller.
-    Raises SpecError if the names of state and specs differ.
-    """
-    return pure.split_state(state, specs, mesh)
+split_state = pure.split_state
 
 
 def merge_state(states: Sequence[State], specs: State, mesh: Mesh) -> Params:

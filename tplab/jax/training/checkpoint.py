@@ -12,7 +12,7 @@ from tplab.jax.training.gpt_stages import GPTPacking
 from tplab.jax.training.optimizer import Optimizer
 from tplab.models.gpt import gpt_parameters
 from tplab.models.state import split_state
-from tplab.sharding import cut
+from tplab.sharding import held_by
 from tplab.training import checkpoint
 from tplab.training.checkpoint import STATES, Owned, Part
 
@@ -31,11 +31,7 @@ def save(folder: str | Path, step: int, stages: Stages, state: Any, packing: GPT
         owned: dict[str, Owned] = {}
         for name in packing.names_on(rank):
             shape, spec, *_ = about[name]
-            begins = [
-                0 if axis is None else cut(n, mesh.axis_size(axis), "ceil")[mesh.index(rank, axis)].start
-                for n, axis in zip(shape, spec)
-            ]
-            start = (*begins, *[0] * (len(shape) - len(spec)))
+            start = tuple(held.start for held in held_by(shape, spec, mesh, rank))
             if (name, start) not in written:
                 written.add((name, start))
                 for kind in kinds:

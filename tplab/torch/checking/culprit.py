@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.checking.addend import Addend
-from tplab.checking.comparison import Comparison
+from tplab.checking.comparison import Addend, Comparison
 from tplab.checking.gaps import largest
 from tplab.checking.observed import agree
 from tplab.checking.report import Row

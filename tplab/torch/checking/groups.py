@@ -80,7 +80,7 @@ def _in_memory(rank: Watched, original: Any, /, op: str, x: Tensor, elementwise:
         return taken
     line = rank.line()
     rank.seen.strided[line] = op, graph_task() != -1
-    return x if rank.mending.keeps_order(line) else taken
+    return x if rank.mending.has("order", line) else taken
 
 
 def _of_tplab(
@@ -108,14 +108,14 @@ def _join(
 
 def _no_sync(rank: Watched, original: Any, module: Any, /) -> Any:
     rank.keep_apart()
-    return nullcontext() if rank.mending.syncs else original(module)
+    return nullcontext() if rank.mending.has("sync") else original(module)
 
 
 def _set(rank: Watched, original: Any, module: Any, name: str, value: Any, /) -> None:
     is_off = name == "require_backward_grad_sync" and value is False
     if is_off and sys._getframe(2).f_code.co_name != "no_sync":
         rank.keep_apart()
-        value = rank.mending.syncs
+        value = rank.mending.has("sync")
     original(module, name, value)
 
 
@@ -125,7 +125,7 @@ def require_sync(
     """Stand in for FSDP's set_requires_gradient_sync."""
     if not requires_gradient_sync:
         rank.keep_apart()
-        requires_gradient_sync = rank.mending.syncs
+        requires_gradient_sync = rank.mending.has("sync")
     original(module, requires_gradient_sync, *args, **kwargs)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tplab.checking.masks import Drawn, are_pieces, compared, mark
-from tplab.checking.recording import checksum
+from tplab.checking.recording import Drawn, are_pieces, checksum, compared, mark
 from tplab.checking.report import Row
 from tplab.mesh import Mesh
 from tplab.torch.checking.pieces import array_of

@@ -4,55 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
-from tplab.torch.checking.names import Names, parameters_of
+from tplab.torch.checking.names import parameters_of
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import local_of
 from tplab.torch.ranks.rank import this_rank
 
 
-class Watching(Protocol):
-    """The rank whose run is repaired: see `Watched`."""
-
-    names: Names
-    seen: Seen
-    is_looking: bool
-    is_measured: bool
-
-    def line(self) -> str: ...
-
-    def looks(self) -> AbstractContextManager[None]: ...
-
-
-class Board:
-    """The exchange of values between ranks for a repair: they share a process."""
-
-    def __init__(self) -> None:
-        self._held: dict[Any, dict[int, Any]] = {}
-
-    def exchanged(self, key: Any, rank: int, value: Any) -> dict[int, Any]:
-        """Return what every rank has put under this key, once all of them have."""
-        self._held.setdefault(key, {})[rank] = value
-        barrier()
-        return self._held[key]
-
-
 class MendedSteps:
     """Repairs the inputs and results of a rank's steps.
 
-    watched   the rank
+    board     what ranks have exchanged for a repair, by key and rank: they share a process
+    watched   the rank whose run is repaired: see `Watched`
     """
 
-    def __init__(self, repairs: Sequence[Repair], board: Board, watched: Watching):
+    def __init__(self, repairs: Sequence[Repair], board: dict[Any, dict[int, Any]], watched: Any):
         self._repairs, self._board, self._watched = repairs, board, watched
         self.rank = this_rank().rank
         self._turns: Counter[Any] = Counter()
@@ -67,11 +40,19 @@ class MendedSteps:
             if one.kind in kinds and (line is None or one.line == line):
                 yield one
 
+    def has(self, kind: Kind, line: str | None = None) -> bool:
+        """Return whether there is such a repair, of this line."""
+        return any(self._of(kind, line=line))
+
     def _exchanged(self, key: Any, value: Any) -> dict[int, Any]:
+        """Return what every rank has put under this key, once all of them have."""
         self._turns[key] += 1
         self._watched.seen.has_sent = True
+        held = self._board.setdefault((key, self._turns[key]), {})
+        held[self.rank] = value
         with self._watched.looks():
-            return self._board.exchanged((key, self._turns[key]), self.rank, value)
+            barrier()
+        return held
 
     @property
     def _step(self) -> int:
@@ -156,7 +137,7 @@ class MendedSteps:
 
     def gradients(self, parameters: Sequence[Tensor], is_last: bool = False) -> None:
         """Repair all gradients of a step, before they are used."""
-        if self._is_done == self._step or not self._repairs or (any(self._of("late")) and not is_last):
+        if self._is_done == self._step or not self._repairs or (self.has("late") and not is_last):
             return
         self._is_done = self._step
         for one in self._of("gradients"):
@@ -169,7 +150,7 @@ class MendedSteps:
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm: Tensor, line: str) -> Tensor | None:
         """Return the norm to clip by; None if clipping is deferred."""
-        if self._is_done != self._step and any(self._of("late", line=line)):
+        if self._is_done != self._step and self.has("late", line):
             self._later.append(lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm))
             return None
         at = self._step, self._turn("norm")
@@ -178,7 +159,7 @@ class MendedSteps:
     def before_step(self, optimizer: Optimizer) -> None:
         parameters = parameters_of([optimizer])
         self.gradients(parameters, is_last=True)
-        if any(self._of("parameters")):
+        if self.has("parameters"):
             every = {id(p): p for p in [*parameters, *self._watched.names.parameters()]}.values()
             self._before |= {self._watched.names.of(p): local_of(p).detach().clone() for p in every}
         for one in self._of("settings"):

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from tplab.checking.gaps import near
 from tplab.checking.repairs import Kind, Repair
 from tplab.checking.trail import MATMULS
-from tplab.torch.checking.made import MULTIPLIES, times
 from tplab.torch.checking.mended_steps import MendedSteps
 from tplab.torch.checking.names import address_of
-from tplab.torch.checking.origins import ADDS, CLAMPS
+from tplab.torch.checking.origins import ADDS, CLAMPS, MULTIPLIES, times
 from tplab.torch.private import graph_task, local_of
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.rank import this_rank
@@ -34,14 +33,13 @@ class Mending(MendedSteps):
         if not self._repairs:
             return run(take)
         own = put[min(call.place.index, len(put) - 1)] if isinstance(put, list | tuple) and put else put
-        for one in self._here(own, "mean", "sum", "skip", "last", "gradients", "wait", "parameters"):
+        for one in self._here(own, "scale", "skip", "last", "gradients", "wait", "parameters"):
             if one.kind == "wait":
                 work = run(take)
                 work.wait()
                 return work
-            if one.kind in ("mean", "sum"):
-                by = _scale(one, len(call.place.group))
-                return run(lambda y, by=by: take(y * by))
+            if one.kind == "scale":
+                return run(lambda y, by=one.by: take(y * by))
             if one.kind == "last":
                 self._turns[one.line, self._step] += 1
                 if self._turns[one.line, self._step] > one.times:
@@ -57,9 +55,9 @@ class Mending(MendedSteps):
 
     def of_tplab(self, run: Callable[[Tensor], Any], call: Any, x: Tensor) -> Any:
         """Run a collective of tplab with `run(x)`."""
-        for one in self._here(x, "mean", "sum", "skip", "gradients") if self._repairs else ():
-            if one.kind in ("mean", "sum"):
-                return run(x * _scale(one, len(call.place.group)))  # a sum is linear
+        for one in self._here(x, "scale", "skip", "gradients") if self._repairs else ():
+            if one.kind == "scale":
+                return run(x * one.by)  # a sum is linear
             if call.op == "all_reduce":
                 return x.clone()
         return run(x)
@@ -70,10 +68,6 @@ class Mending(MendedSteps):
             is_meant = not one.names or set(self._watched.names.at(address_of(x))[1]) & set(one.names)
             if is_meant and (one.kind != "skip" or self._is_turn(one)):
                 yield one
-
-    def keeps_order(self, line: str) -> bool:
-        """Return whether a collective takes the elements of a tensor in the program's order, not in that of memory."""
-        return any(self._of("order", line=line))
 
     def _is_turn(self, one: Repair) -> bool:
         """Return whether a sum in the backward pass is the one to leave out."""
@@ -86,10 +80,10 @@ class Mending(MendedSteps):
         name = getattr(func, "__name__", "")
         if not self._repairs or self._watched.is_looking:
             return func(*args, **kwargs)
-        if func is F.batch_norm and any(self._of("statistics")):
+        if func is F.batch_norm and self.has("statistics"):
             return self._batch_norm(*args, **kwargs)
         line = self._watched.line()
-        if name in CLAMPS | ADDS and any(self._of("late", line=line)):
+        if name in CLAMPS | ADDS and self.has("late", line):
             self._later.append(lambda: _written(args[0], func(*args, **kwargs)))
             return args[0]
         for one in self._of("dual", line=line) if graph_task() == -1 else ():
@@ -100,7 +94,7 @@ class Mending(MendedSteps):
                     continue
             if one.combine != "function":
                 args = tuple(self._wrapped(one, x, args) for x in args)
-        if name in MATMULS and any(self._of("gather", line=line)):
+        if name in MATMULS and self.has("gather", line):
             args = args[0], self._gathered(args[1])
         found = func(*args, **kwargs)
         for one in self._of("cast", line=line) if graph_task() == -1 else ():
@@ -108,14 +102,12 @@ class Mending(MendedSteps):
             if name in one.names and first is not None and first.is_floating_point():
                 combined = self._cast(first, one.combine, one.group_of(self.rank), one.by)
                 found = type(found)((combined, *found[1:])) if isinstance(found, tuple) else combined
-        if name in MULTIPLIES and any(self._of("factor", "numbers", line=line)):
+        if name in MULTIPLIES and self.has("factor", line):
             by = times(name, args) or times(name, (None, *args[1:2]))
             for one in self._of("factor", line=line):
-                if by is not None and near(by, one.was):
-                    found = _times(found, one.by / one.was, name)
-            for one in self._of("numbers", line=line):
-                if by and one.values.get(self._step):
-                    found = _times(found, one.values[self._step] / by, name)
+                should = one.values.get(self._step) if one.values else one.by
+                if by and should is not None and (one.values or near(by, one.was)):
+                    found = _times(found, should / by, name)
         return found
 
     def applied(self, line: str, returned: str, found: Any) -> Any:
@@ -129,7 +121,7 @@ class Mending(MendedSteps):
 
     def hook(self, line: str, parameter: Tensor, hook: Callable[[Tensor], Any]) -> bool:
         """Return whether a hook of the script, registered at this line, is deferred until gradients are averaged."""
-        is_late = any(self._of("late", line=line))
+        is_late = self.has("late", line)
         if is_late and not self._turn((line, id(parameter))):
             self._later.append(lambda: _written(parameter.grad, hook(cast(Tensor, parameter.grad))))
         return is_late
@@ -207,7 +199,7 @@ class Mending(MendedSteps):
     def passes_back(self, line: str, ranks: Sequence[int], given: Sequence[Tensor], got: Sequence[Tensor]) -> None:
         """Pass gradients back from the outputs of a finished collective, one per rank, to its inputs, one per rank or
         one for all."""
-        if not any(self._of("through", line=line)):
+        if not self.has("through", line):
             return
         index = ranks.index(self.rank)
 
@@ -223,10 +215,6 @@ class Mending(MendedSteps):
         for x, y in zip(got, found):
             x.copy_(y)
 
-    def keeps(self, line: str) -> bool:
-        """Return whether gradients are not cleared at this line."""
-        return any(self._of("keep", line=line))
-
     @property
     def put(self) -> dict[Any, Tensor]:
         """The replaced results, by the key of an operation."""
@@ -235,11 +223,6 @@ class Mending(MendedSteps):
             for one in self._of("put")
             for key, pieces in one.values.items()
         }
-
-    @property
-    def syncs(self) -> bool:
-        """Whether gradients are always synchronised."""
-        return any(self._of("sync"))
 
     def seed(self, seed: int, line: str) -> int:
         return next((one.values["seed"] for one in self._of("seed", line=line)), seed)
@@ -279,13 +262,6 @@ class Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, None, *ctx.back(gradients), *(None for _ in gradients)
-
-
-def _scale(one: Repair, size: int) -> float:
-    """Return the factor of a collective's result."""
-    if one.by != 1.0:
-        return 1 / one.by
-    return 1 / size if one.kind == "mean" else float(size)
 
 
 def _written(x: Any, found: Any) -> None:

@@ -1,21 +1,17 @@
-"""The lines at which a script creates its optimizers and their settings, its data and its layers; and at which it
-computes outside of autograd's graph: draws samples, shifts labels, takes the norm of its gradients, scales and clips
-them, and averages its weights."""
+"""The lines at which a script creates its optimizers and their settings, its data and its layers; and those that
+computed its loss: each operation that returned a single number, and its factor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.overrides import TorchFunctionMode
 
-from tplab.checking.recording import Step
-from tplab.torch.checking.made import MULTIPLIES, times
-from tplab.torch.checking.names import Names, address_of
-from tplab.torch.private import local_of
+from tplab.checking.trail import reached
+from tplab.torch.private import transform
 from tplab.torch.ranks.rank import this_rank
 
 Setting = tuple[float, ...]
@@ -89,97 +85,95 @@ def _settings(optimizer: Optimizer) -> dict[str, Setting]:
     return {key: tuple(float(group.get(key, 0)) for group in groups) for key in keys}
 
 
-_DRAWS = {"randint", "randperm", "randn", "rand", "normal", "multinomial"}
-_SHIFTS = {"pad", "roll", "__getitem__", "__setitem__", "narrow", "cat", "concat", "where", "masked_fill", "shift"}
-_IN_PLACE = {"mul_", "div_", "__imul__", "__idiv__", "__itruediv__", "_foreach_mul_", "_foreach_div_"}
-NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "sum", "dot", "vdot", "dist", "max"}
-SQUARES = {"square", "pow", "__pow__"}
-_CHANGES = {"forward": "buffer", "after": "parameter"}
-"""What a script may change by hand, by the moment."""
-CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
-ADDS = {"add_", "__iadd__", "_foreach_add_", "add", "__add__"}
-_LINE = "_tplab_shifted_at"
+# --- the lines of a loss ----------------------------------------------------------------------------------------------
+
+Made = tuple[str, float | None]
+"""A line, and the factor of its operation if it only multiplies."""
+
+_KEY = "tplab made at"
+_BETWEEN = 4
+"""How many nodes without a line may come before one that has it: wrappers such as DDP insert some."""
 
 
-class ByHand:
-    """Notes the lines of one rank's step with such computations.
+class NumbersMade(TorchFunctionMode):
+    """A mode that marks each node of autograd's graph whose result is a single number with its line.
 
-    is_measured   is called with the tensors whose norm the script takes
+    watched   the rank (`Watched`), which calls each function, and notes every other one
     """
 
-    def __init__(self, names: Names, origins: Origins, is_measured: Callable[[Sequence[Tensor]], None],
-                 normed: Mapping[int, Tensor]):  # fmt: skip
-        self._names, self._origins, self._is_measured, self._normed = names, origins, is_measured, normed
+    def __init__(self, watched: Any):
+        super().__init__()
+        self._watched = watched
 
-    def see(self, func: Any, args: Sequence[Any], found: Any, step: Step, moment: str, inside: set[CodeType]) -> None:
-        """Note a call of a torch function.
-
-        moment   where the rank is in its step: see `Sent`
-        inside   the functions in which its last backward pass began
-        """
-        name, first = getattr(func, "__name__", ""), args[0] if args else None
-        if name in _DRAWS and isinstance(found, Tensor):
-            self._origins.draw(len(found) if found.dim() else 0)
-        elif moment in _CHANGES and name.endswith("_") and not name.endswith("__"):
-            for x in first if isinstance(first, list | tuple) else [first]:
-                kind, names = self._names.at(address_of(x)) if isinstance(x, Tensor) else ("", ())
-                if kind == _CHANGES[moment]:
-                    step.lines |= {f"{kind} {one}": self._origins.here() for one in names}
-        elif moment == "step" and name in NORMS | {"mean"} and isinstance(first, Tensor) and isinstance(found, Tensor):
-            if found.numel() < first.numel():
-                step.lines.setdefault("combined", self._origins.here())
-        elif moment == "reduction" and (name in MULTIPLIES | NORMS | CLAMPS | ADDS):
-            self._reduce(name, args, found, step, inside)
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = self._watched.call(func, args, kwargs or {})
+        if transform() is not None:
+            return found  # inside a torch.func transform, tensors have no values
+        if isinstance(found, Tensor) and (node := node_of(found)) is not None:
+            if found.numel() == 1:
+                node.metadata.setdefault(_KEY, (self._watched.line(), times(getattr(func, "__name__", ""), args)))
         else:
-            self._shift(name, first, found)
+            self._watched.compute(func, (*args, *(kwargs or {}).values()), found)
+        return found
 
-    def label(self, target: Tensor) -> str:
-        """Return the line at which the target of a loss was last shifted, cut or padded, or ""."""
-        return getattr(target, _LINE, "")
 
-    def _shift(self, name: str, first: Any, found: Any) -> None:
-        tensor = first if name == "__setitem__" else found
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or not tensor.dim():
-            return
-        if name in _SHIFTS:
-            setattr(tensor, _LINE, self._origins.here())
-        elif isinstance(first, Tensor) and (line := getattr(first, _LINE, "")):
-            setattr(tensor, _LINE, line)
+def node_of(x: Tensor) -> Any:
+    """Return the autograd node of a tensor, if torch gives it: not for a view that was written to without gradients."""
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
 
-    def _reduce(self, name: str, args: Sequence[Any], found: Any, step: Step, inside: set[CodeType]) -> None:
-        many = [x for x in (args[0] if isinstance(args[0], list | tuple) else args[:1]) if isinstance(x, Tensor)]
-        if not many:
-            return
-        if name in NORMS:
-            is_number = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.numel() == 1)
-            if is_number and many[0].is_floating_point() and many[0].numel() > 1:
-                self._is_measured(many)
-            if is_number and "scale" not in step.lines and sum(x.numel() for x in many) > 1:
-                step.lines["norm"] = self._origins.here()
-            return
-        x = many[0]
-        at = address_of(x)
-        if x.is_meta or (self._names.at(at)[0] != "gradient" and at not in self._normed):
-            return
-        if name in CLAMPS:
-            step.lines["clamp"] = self._origins.here()
-            return
-        if name in ADDS:
-            if self._is_decay(x, args[1][0] if isinstance(args[1], list | tuple) else args[1]):
-                step.lines["decay"] = self._origins.here()
-            return
-        chain, line, factor = this_rank().lines.chain(), self._origins.here(), times(name, args)
-        if factor is not None and (line, factor) not in step.scaled:
-            step.scaled.append((line, factor))
-        if name in _IN_PLACE and "scale" not in step.lines:
-            step.lines["scale in"] = line
-            step.lines["scale"] = next((at for code, at in chain if code in inside), line)
 
-    def _is_decay(self, gradient: Tensor, added: Any) -> bool:
-        """Return whether the addend of a gradient is a multiple of its parameter."""
-        owner = next((p for p in self._names.parameters() if p.grad is not None
-                      and address_of(p.grad) == address_of(gradient)), None)  # fmt: skip
-        if owner is None or not isinstance(added, Tensor) or added.shape != owner.shape:
-            return False
-        x, y = local_of(owner).detach().double().reshape(-1), local_of(added).detach().double().reshape(-1)
-        return bool((y - x * (x @ y) / (x @ x).clamp(min=1e-30)).abs().max() <= 1e-5 * y.abs().max())
+_MULTIPLIES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "_foreach_mul_"}
+_DIVIDES = {"div", "div_", "__truediv__", "true_divide", "divide", "__idiv__", "__itruediv__", "_foreach_div_"}
+MULTIPLIES = _MULTIPLIES | _DIVIDES
+CLAMPS = {"clamp_", "clip_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+ADDS = {"add_", "__iadd__", "_foreach_add_", "add", "__add__"}
+_COMPARES = {"lt", "le", "gt", "ge", "less", "greater", "less_equal", "greater_equal",
+             "__lt__", "__le__", "__gt__", "__ge__"}  # fmt: skip
+
+
+def times(name: str, args: Sequence[Any]) -> float | None:
+    """Return the factor that the function of this name multiplies its tensor by; None if it does something else."""
+    numbers = [float(x) for x in args[:2] if _is_constant(x)]
+    if len(args) < 2 or len(numbers) != 1:
+        return None
+    if name in _MULTIPLIES:
+        return numbers[0]
+    return 1 / numbers[0] if name in _DIVIDES and numbers[0] and _is_constant(args[1]) else None
+
+
+def compares(name: str, args: Sequence[Any]) -> float | None:
+    """Return the number that the function of this name compares its tensor with, or None."""
+    return float(args[1]) if name in _COMPARES and len(args) > 1 and _is_constant(args[1]) else None
+
+
+def _is_constant(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and not x.requires_grad and not x.is_meta and type(x) is Tensor
+    return isinstance(x, int | float)
+
+
+def made(x: Tensor) -> list[Made]:
+    """Return the lines that computed a number, the last one first, as far back as there were only numbers."""
+    return [found for node in _chain(x.grad_fn) if (found := node.metadata.get(_KEY))]
+
+
+def terms(x: Tensor) -> list[tuple[str, float]]:
+    """Return the lines that multiply terms of a number, and their factors, except for those in its `made`."""
+    first = [*_chain(x.grad_fn)]
+    known = reached(first, lambda node: [one for one, _ in node.next_functions if one and one.metadata.get(_KEY)])
+    return [at for node in known if node not in first and (at := node.metadata[_KEY])[1] is not None]
+
+
+def _chain(node: Any) -> Iterator[Any]:
+    """Yield the nodes that computed a number."""
+    between = 0
+    while node is not None and between <= _BETWEEN:
+        yield node
+        between = 0 if _KEY in node.metadata else between + 1
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        node = next((parent for parent in parents if _KEY in parent.metadata), parents[0] if parents else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch import Tensor
 from tplab.checking.recording import Arrays
 from tplab.checking.repairs import Repair
 from tplab.torch.checking.handed import Handed
-from tplab.torch.checking.mended_steps import Board
 from tplab.torch.checking.pieces import array_of
 
 
@@ -40,7 +40,7 @@ class Plan:
     nudges: bool = False
     traced: int | None = None
     repairs: tuple[Repair, ...] = ()
-    board: Board = field(default_factory=Board)
+    board: dict[Any, dict[int, Any]] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=Arrays)
 
     def once(self, x: Tensor) -> np.ndarray:

@@ -9,7 +9,7 @@ from itertools import combinations, islice, product
 import numpy as np
 
 from tplab.checking.tried import Trial
-from tplab.layout import MOST_PARTS, Layout
+from tplab.layout import MOST_PARTS, Layout, layouts_for, local_shape_of
 from tplab.mesh import Mesh
 
 MOST_TRIES = 24  # forward passes
@@ -22,10 +22,16 @@ def recuts(
 
     whole      the parameters, by the reference's names
     """
-    groups = _fusable(whole, layouts, mesh)
-    for cuts in islice(_choices(groups), MOST_TRIES):
+    groups: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        if len(layout.split_dims) == 1 and not layout.parts and _in_parts(whole[name], layout, mesh):
+            groups.setdefault(modules_like(name), []).append(name)
+    kinds = (patterns for size in (1, 2) for patterns in combinations(groups, size))
+    counts = range(MOST_PARTS, 1, -1)
+    ways = (dict(zip(some, each)) for some in kinds for each in product(counts, repeat=len(some)))
+    for cuts in islice(ways, MOST_TRIES):
         held = {
-            name: (_in_parts(whole[name], layouts[name], count, mesh), whole[name])
+            name: (_in_parts(whole[name], layouts[name], mesh).get(count, layouts[name]), whole[name])
             for pattern, count in cuts.items()
             for name in groups[pattern]
         }
@@ -37,32 +43,8 @@ def modules_like(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name.rpartition(".")[0])
 
 
-def _fusable(whole: Mapping[str, np.ndarray], layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, list[str]]:
-    """Return the parameters that are cut along one dim in one piece and may hold several parts, by similar modules."""
-    found: dict[str, list[str]] = {}
-    for name, layout in layouts.items():
-        if len(layout.split_dims) == 1 and not layout.parts and _counts(whole[name], layout, mesh):
-            found.setdefault(modules_like(name), []).append(name)
-    return found
-
-
-def _choices(groups: Mapping[str, list[str]]) -> Iterator[dict[str, int]]:
-    """Yield the choices: one kind of module cut in parts, then two."""
-    for size in (1, 2):
-        for patterns in combinations(groups, size):
-            for counts in product(range(MOST_PARTS, 1, -1), repeat=size):
-                yield dict(zip(patterns, counts))
-
-
-def _counts(whole: np.ndarray, layout: Layout, mesh: Mesh) -> list[int]:
-    (dim,) = layout.split_dims
-    num_ranks = mesh.axis_size(layout.spec[dim])
-    return [count for count in range(2, MOST_PARTS + 1) if whole.shape[dim] % (count * num_ranks) == 0]
-
-
-def _in_parts(whole: np.ndarray, layout: Layout, count: int, mesh: Mesh) -> Layout:
-    (dim,) = layout.split_dims
-    size = whole.shape[dim]
-    if size % (count * mesh.axis_size(layout.spec[dim])):
-        return layout
-    return Layout(layout.spec, (size // count,) * count)
+def _in_parts(whole: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, Layout]:
+    """Return the layouts with the same spec in which several parts are fused, by their number."""
+    local = [local_shape_of(whole.shape, layout, mesh, rank) for rank in mesh.ranks]
+    alike = [one for one in layouts_for(whole.shape, local, mesh) if one.spec == layout.spec and one.parts]
+    return {len(one.parts): one for one in alike}

@@ -19,7 +19,7 @@ from tplab.checking.repairs import Repair, proven
 from tplab.checking.same_model import SameModel, cannot_tell
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
-from tplab.checking.starts import NeedsWeights, lost
+from tplab.checking.starts import NeedsWeights
 from tplab.checking.trail import Trails
 from tplab.mesh import Mesh
 from tplab.torch.checking.handed import Handed
@@ -143,10 +143,7 @@ class _Doctor:
                 return restarted.seen(repairs=repairs)
 
             def diagnosed(ours: list[Seen], other: list[Seen] | None = None) -> SameModel:
-                diagnosis = Diagnosis(ours, theirs, other, about=about, notes=self.notes)
-                if findings := list(lost(diagnosis.facts)):
-                    return SameModel([], findings, notes=self.notes, about=about)  # type: ignore[arg-type]
-                return diagnosis.report()
+                return Diagnosis(ours, theirs, other, about=about, notes=self.notes).report()
 
             report = diagnosed(ours := again())
             if _is_certain(report):
@@ -218,8 +215,7 @@ class _Doctor:
                     theirs = self.theirs.seen(**given)
             diagnosis = partial(Diagnosis, about=self.about, notes=self.notes, handed=given.get("handed"))
             try:
-                diagnosis(ours, theirs).ask()
-                report = diagnosis(ours, theirs).report()
+                report = diagnosis(ours, theirs).report(may_ask=True)
                 if _is_certain(report):
                     return report
                 with _threads(ours):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.checking.masks import Drawn
+from tplab.checking.recording import Drawn
 from tplab.checking.tried import Reduction
 from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout, take

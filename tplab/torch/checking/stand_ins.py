@@ -206,7 +206,7 @@ def _loss(rank: Watched, original: Any, /, input: Any, target: Any, *args: Any, 
 def _zero_grad(rank: Watched, original: Any, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
     if rank.step.losses and not rank.step.has_stepped:
         rank.step.lines["zero_grad"] = rank.line()  # between two microbatches
-        if rank.mending.keeps(rank.line()):
+        if rank.mending.has("keep", rank.line()):
             return None
     return original(owner, *args, **kwargs)
 

@@ -13,8 +13,8 @@ from torch._C import DisableTorchFunction
 
 from tplab.checking.source import returned
 from tplab.checking.trail import Op, Trail
-from tplab.torch.checking.made import compares, node_of, times
 from tplab.torch.checking.names import Names
+from tplab.torch.checking.origins import compares, node_of, times
 from tplab.torch.checking.pieces import array_of
 from tplab.torch.private import graph_task, transform
 from tplab.torch.ranks.meter import tensors_in

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tplab.checking.trail import reached
 from tplab.checking.tried import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
 from tplab.mesh import Axis
+from tplab.torch.comm.autograd import Landed
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.regions import copy_to
 from tplab.torch.ranks.program import is_program
@@ -63,7 +64,7 @@ class Tried:
 
     def begin(self, call: Call, x: Tensor) -> Pending:
         how = self._noted(call)
-        return self._begin(call, x) if how is None else _Done(self._changed(how, call, x))
+        return self._begin(call, x) if how is None else Landed(self._changed(how, call, x))
 
     def _noted(self, call: Call) -> str | None:
         """Return what to try on this call."""
@@ -168,18 +169,6 @@ def _scores(
         return found, value
     is_mask = attn_mask.dtype == torch.bool
     return found.masked_fill(~attn_mask, -torch.inf) if is_mask else found + attn_mask, value
-
-
-class _Done(Pending):
-    """A finished collective."""
-
-    __slots__ = ("result",)
-
-    def __init__(self, result: Tensor):
-        self.result = result
-
-    def wait(self) -> Tensor:
-        return self.result
 
 
 def _entered(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from tplab.checking.recording import Seen
 from tplab.checking.trail import Trail
-from tplab.torch.checking.made import NumbersMade
+from tplab.torch.checking.origins import NumbersMade
 from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.stand_ins import StandIns
 from tplab.torch.checking.watched import Watched
+from tplab.torch.ranks.printing import Output
 from tplab.torch.ranks.rank import current_rank_or_none, this_rank
 
 
@@ -45,7 +46,7 @@ class Watch:
         self.trails[rank] = watched.recorder.trail
         sys.stdout, stdout = _Noted(sys.stdout, watched.print), sys.stdout  # type: ignore[assignment]
         try:
-            with NumbersMade(watched.line, watched.call, watched.compute):
+            with NumbersMade(watched):
                 yield
             self.has_ended[rank] = True
         except Enough:
@@ -75,19 +76,13 @@ class Watch:
         self._stand_ins.__exit__()
 
 
-class _Noted:
+class _Noted(Output):
     """A stream whose text is also recorded."""
 
     def __init__(self, stream: Any, note: Callable[[str], None]):
-        self._stream, self._note = stream, note
+        super().__init__(stream, lambda: 0)
+        self._note = note
 
-    def write(self, text: str) -> int:
+    def put(self, rank: int, text: str) -> None:
         self._note(text)
-        return self._stream.write(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        self.stream.write(text)

@@ -12,23 +12,21 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
-from tplab.checking.masks import Drawn, mark
-from tplab.checking.recording import Seen, Sent, checksum
+from tplab.checking.recording import Drawn, Seen, Sent, checksum, mark
+from tplab.torch.checking.by_hand import LINE, NORMS, SQUARES, ByHand
 from tplab.torch.checking.mending import Back, Through
 from tplab.torch.checking.names import OF_A_BATCH, address_of, parameters_of
-from tplab.torch.checking.origins import NORMS, SQUARES, ByHand
 from tplab.torch.checking.pending import Call
 from tplab.torch.checking.pieces import array_of, data_in, has_no_samples, nudged, replaced
 from tplab.torch.checking.plan import Plan
 from tplab.torch.checking.trail import line_of_return
-from tplab.torch.checking.watched_steps import WatchedSteps
 from tplab.torch.private import graph_task, local_of, transform
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.values import dtype_name
 
 
-class Watched(WatchedSteps):
+class Watched(ByHand):
     """One rank while it is watched: see `WatchedSteps` for its steps.
 
     inside      the functions that it is in: under a mode, torch calls them once more
@@ -36,7 +34,6 @@ class Watched(WatchedSteps):
 
     def __init__(self, plan: Plan, seen: Seen):
         super().__init__(plan, seen)
-        self.by_hand = ByHand(self.names, self.origins, self.measure, self.normed)
         self.inside = set[Any]()
         self._trains = False
 
@@ -106,11 +103,6 @@ class Watched(WatchedSteps):
             return self.recorder.apply(function, call, args, kwargs)
         return self.mending.applied(self.line(), line_of_return(function), call())
 
-    def compute(self, func: Any, args: Sequence[Any], found: Any) -> None:
-        """Note a call of a torch function outside of autograd."""
-        if not self.is_looking:
-            self.by_hand.see(func, args, found, self.step, self.moment, self._backward_in)
-
     def keep_apart(self) -> None:
         """Note that the script stops the synchronisation of gradients."""
         self.seen.lines["no sync"] = self.line()
@@ -164,7 +156,7 @@ class Watched(WatchedSteps):
         if not isinstance(target, Tensor) or not torch.is_grad_enabled():
             return target, Call()
         self.recorder.begin_with([target])
-        if line := self.by_hand.label(target):
+        if line := getattr(target, LINE, ""):
             self.step.lines.setdefault("label", line)
         if self.plan.feed is not None and transform() is None:
             target = self.plan.feed.target(self.seen.num_steps, target)

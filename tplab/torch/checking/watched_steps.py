@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from tplab.checking.recording import Piece, Seen, Step
-from tplab.torch.checking.made import made, terms
 from tplab.torch.checking.mending import Mending
 from tplab.torch.checking.names import Names, address_of, parameters_of
-from tplab.torch.checking.origins import Origins
+from tplab.torch.checking.origins import Origins, made, terms
 from tplab.torch.checking.pending import Draws, Pending
 from tplab.torch.checking.pieces import is_reduced, is_there, nudged, piece_of, put_piece, reduced, sampled
 from tplab.torch.checking.plan import Enough, Plan

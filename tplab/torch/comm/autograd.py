@@ -46,7 +46,7 @@ def start_on(call: Call, x: Tensor) -> Pending:
     if not _is_followed(x):
         return this_rank().begin(call, x)
     if transform() is not None:  # tensors of a transform cannot wait outside it
-        return _Landed(do(call, x))
+        return Landed(do(call, x))
     return _Flight(call, x)
 
 
@@ -199,7 +199,7 @@ def token(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return like.new_zeros((), dtype=dtype)
 
 
-class _Landed(Pending):
+class Landed(Pending):
     """A collective that is done."""
 
     def __init__(self, result: Tensor):

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from tplab.data.pieces import OPS, data_axes
-from tplab.errors import one_of
-from tplab.mesh import Axis
+from tplab.data.pieces import UnitOptions
 from tplab.torch.comm.collectives import Handle
-from tplab.torch.data.parameters import note_owner
-from tplab.torch.data.pieces import (
-    Gather,
-    Reduce,
-    gather_rows,
-    held_in,
-    held_of,
-    message_of,
-    pieces_of,
-    reduce_rows,
-    reduced_row,
-    row_of,
-)
+from tplab.torch.data.parameters import Owner, note_owner
+from tplab.torch.data.pieces import held_in, held_of, message_of, pieces_of, reduced_row, row_of
 from tplab.torch.layers.parameters import CUTS, note_cuts, note_mean
 from tplab.torch.pipeline.copies import at_end_of_pass
 from tplab.torch.private import graph_task
@@ -55,40 +43,24 @@ class Unsent:
                     shard.grad = grad if shard.grad is None else shard.grad + grad
 
 
-class About:
-    """How parameters are shared and what units send: the options of `shard_parameters`."""
+@dataclass(frozen=True, eq=False)
+class About(UnitOptions):
+    """The same in torch; `unsent` has the gradients of all units of a model."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        op: str,
-        reshard_after_forward: bool | Axis,
-        prefetch: bool,
-        replicate_axis: Axis | None,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        gather: Gather | None,
-        reduce: Reduce | None,
-    ):
-        self.axis, self.op, self.replicate_axis, self.prefetch = axis, op, replicate_axis, prefetch
-        self.reshards, self.secondary_axis = reshard_after_forward is not False, None
-        if not isinstance(reshard_after_forward, bool):
-            self.secondary_axis = reshard_after_forward
-        self.names = data_axes(this_rank().mesh, axis, replicate_axis, self.secondary_axis)
-        one_of("op", op, OPS)
-        self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        self.gather, self.reduce = gather or gather_rows, reduce or reduce_rows
-        self.unsent = Unsent()
+    prefetch: bool
+    unsent: Unsent = field(default_factory=Unsent)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.names_on(this_rank().mesh)  # so that axes that do not fit together raise here
 
 
-class Group:
+class Group(Owner):
     """Parameters of a unit that travel in one message: of one dtype, and all trained or all frozen.
 
     sites    where each parameter is; between uses, this rank's piece is there, a parameter [n]
     unit     the unit that they belong to, by its name in a trace
     """
-
-    has_taken, takes_whole, in_backward = False, True, False  # as an Owner of the pieces
 
     def __init__(self, sites: Sequence[Sites], about: About, unit: str):
         self.sites, self.about, self.unit = list(sites), about, unit
@@ -108,7 +80,7 @@ class Group:
                 module._parameters[name] = shard
                 note_cuts(module, about.axis, name)
                 if about.op == "mean":
-                    note_mean(module, about.names, name)
+                    note_mean(module, about.names_on(this_rank().mesh), name)
 
     def row(self) -> Tensor:
         """The row of this rank's pieces, as it travels."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,23 +82,23 @@ def _named(model: Any) -> Iterable[tuple[Key, Any]]:
 # --- where gradients are ----------------------------------------------------------------------------------------------
 
 
-class Owner(Protocol):
-    """Combines the gradients of whole parameters over ranks, and owns this rank's pieces of them."""
+class Owner:
+    """Combines the gradients of whole parameters over ranks, and owns this rank's pieces of them.
+
+    in_backward   whether it takes gradients during the backward pass, so that no other owner finds them
+    """
+
+    in_backward = False
 
     @property
     def has_taken(self) -> bool:
         """Whether it has gradients that it has not yet given to the pieces."""
-        ...
+        return False
 
     @property
     def takes_whole(self) -> bool:
         """Whether whole gradients are already those of the whole batch."""
-        ...
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether it takes gradients during the backward pass, so that no other owner finds them."""
-        ...
+        return True
 
 
 def note_owner(parameter: Tensor, piece: Tensor, owner: Owner, axis: Axis) -> None:

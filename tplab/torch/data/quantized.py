@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tplab.data.quantization import (
     INVERSE,
     LEVELS,
     SMALLEST,
+    How,
     Quantized,
     block_size,
     check_is_float,
@@ -37,9 +39,25 @@ from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of
 from tplab.torch.ranks.rank import this_rank
 
 
+def _quantized(node: Callable[[], type[_Quantized]]) -> Callable[[Callable[..., How]], Any]:
+    """Decorate a function that says how: the result sends codes, and `start` finds `begin`, which only starts to."""
+
+    def decorate(how_of: Callable[..., How]) -> Any:
+        @wraps(how_of)
+        def collective(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return node().apply(x, how_of(x, *args, **kwargs), None)
+
+        collective.begin = lambda x, *args, **kwargs: _Flight(x, how_of(x, *args, **kwargs), node())  # type: ignore
+        collective.__annotations__ = {**how_of.__annotations__, "return": "Tensor"}
+        return collective
+
+    return decorate
+
+
+@_quantized(lambda: _Gathered)
 def quantized_all_gather(
     x: Tensor, axis: Axis, dim: int = 0, *, bits: int | None = 8, block: int | None = 256, inside: Axis | None = None
-) -> Tensor:
+) -> How:
     """all_gather of codes and scales, which every rank turns back into numbers.
 
     x [.., n, ..]   ->   y [.., R n, ..], the same on every rank, in x's dtype; a rank's own piece is rounded too
@@ -54,9 +72,11 @@ def quantized_all_gather(
     Every rank has the same number of elements. `start(quantized_all_gather, x, axis)` starts it. Wang et al. 2023,
     section 3.1.
     """
-    return _Gathered.apply(x, axis, dim, bits, block, inside, None)  # type: ignore[return-value]
+    dim = dim_of(check_tensor("quantized_all_gather", x), dim, "quantized_all_gather")
+    return How(axis, dim, "sum", bits, block, _levels(axis, inside))
 
 
+@_quantized(lambda: _Reduced)
 def quantized_reduce_scatter(
     x: Tensor,
     axis: Axis,
@@ -66,7 +86,7 @@ def quantized_reduce_scatter(
     bits: int | None = 4,
     block: int | None = 256,
     inside: Axis | None = None,
-) -> Tensor:
+) -> How:
     """reduce_scatter through an all_to_all of codes, which become numbers again before they are added up, in float32.
 
     x [.., R n, ..]   ->   y [.., n, ..]: piece i on the rank at index i, in x's dtype
@@ -82,124 +102,117 @@ def quantized_reduce_scatter(
     Raises ShapeError where R does not divide the dim. `start(quantized_reduce_scatter, x, axis)` starts it.
     Wang et al. 2023, section 3.3.
     """
-    return _Reduced.apply(x, axis, dim, op, bits, block, inside, None)  # type: ignore[return-value]
+    dim = dim_of(check_tensor("quantized_reduce_scatter", x), dim, "quantized_reduce_scatter")
+    one_of("op", op, ("sum", "mean"))
+    check_divides("quantized_reduce_scatter", x, dim, this_rank().place(axis))
+    return How(axis, dim, op, bits, block, _levels(axis, inside))
 
 
 # --- in flight --------------------------------------------------------------------------------------------------------
 
 
-class Gathering(Handle):
-    """A quantised all_gather that has been started, across nodes if there are two levels. Its gradient's reduce_scatter
+class _Flight(Handle):
+    """A quantised collective that has been started, on its first level if there are two. Its gradient's collective
     starts and ends where the backward pass reaches `wait`."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        axis: Axis,
-        dim: int = 0,
-        *,
-        bits: int | None = 8,
-        block: int | None = 256,
-        inside: Axis | None = None,
-    ):
-        dim = dim_of(check_tensor("quantized_all_gather", x), dim, "quantized_all_gather")
-        self.x = x if torch.is_grad_enabled() else x.detach()
-        self.about = axis, dim, bits, block, inside
-        self.like, self.dim, self.bits, self.block = x.detach(), dim, bits, block
-        self.levels = _levels(axis, inside)
-        first = axis if self.levels is None else self.levels.across
-        self.pending = [start(all_gather, part, first) for part in _encoded(self.like.reshape(1, -1), bits, block)]
-
-    def crossed(self) -> list[Tensor]:
-        """The codes and scales from across: the shards [O, ..] of the ranks at this position in every node."""
-        return [pending.wait() for pending in self.pending]
+    def __init__(self, x: Tensor, how: How, node: Any):
+        self.x, self.how, self.node = x if torch.is_grad_enabled() else x.detach(), how, node
+        self.arriving = node.begun(x.detach(), how)
 
     def wait(self) -> Tensor:
-        return _Gathered.apply(self.x, *self.about, self)  # type: ignore[return-value]
-
-    def landed(self) -> Tensor:
-        """What has arrived, outside the graph."""
-        return self.joined(self.crossed())
-
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Spread inside the node what came from across, and turn it into numbers."""
-        if self.levels is not None:
-            parts = [_in_order(all_gather(part[None], self.levels.inside), self.levels) for part in parts]
-        rows = _decoded(parts, self.like.numel(), self.bits, self.block).to(self.like.dtype)
-        return rows.reshape(len(rows), *self.like.shape).movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return self.node.apply(self.x, self.how, self)
 
 
-class Reducing(Handle):
-    """A quantised reduce_scatter that has been started, inside the node if there are two levels. Its gradient's
-    all_gather starts and ends where the backward pass reaches `wait`."""
+class _Quantized(torch.autograd.Function):
+    """Forward: send codes, or end what was begun. Backward: the other collective, in full precision."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        axis: Axis,
-        dim: int = 0,
-        op: str = "sum",
-        *,
-        bits: int | None = 4,
-        block: int | None = 256,
-        inside: Axis | None = None,
-    ):
-        dim = dim_of(check_tensor("quantized_reduce_scatter", x), dim, "quantized_reduce_scatter")
-        one_of("op", op, ("sum", "mean"))
-        check_divides("quantized_reduce_scatter", x, dim, this_rank().place(axis))
-        self.x = x if torch.is_grad_enabled() else x.detach()
-        self.about = axis, dim, op, bits, block, inside
-        num_ranks = axis_size(axis)
-        self.bits, self.block, self.divisor = bits, block, num_ranks if op == "mean" else 1
-        self.levels = _levels(axis, inside)
-        pieces = torch.stack(x.detach().chunk(num_ranks, dim))
-        self.shape = pieces[0].shape
-        rows, first = pieces.reshape(num_ranks, -1), axis
-        if self.levels is not None:
-            rows, first = _inside_first(rows, self.levels), self.levels.inside
-        self.arriving = self._sent(rows, first)
+    @staticmethod
+    def begun(x: Tensor, how: How) -> Callable[[], Tensor]:
+        """Start it. Returns a function that waits for the result, outside the graph."""
+        raise NotImplementedError
 
-    def wait(self) -> Tensor:
-        return _Reduced.apply(self.x, *self.about, self)  # type: ignore[return-value]
+    @classmethod
+    def _forward(cls, x: Tensor, how: How, flight: _Flight | None) -> Tensor:
+        return (cls.begun(x, how) if flight is None else flight.arriving)()
 
-    def landed(self) -> Tensor:
-        """What has arrived, outside the graph."""
-        total = self.arriving()
-        if self.levels is not None:
-            total = self._sent(total, self.levels.across)()
-        return (total / self.divisor if self.divisor > 1 else total).reshape(self.shape).to(self.x.dtype)
-
-    def _sent(self, rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-        """Send rows [R k, n], k for each rank   ->   a function that waits for the sum [k, n] of the rows for this
-        rank."""
-        if self.bits is None:
-            return start(reduce_scatter, rows, axis).wait
-        pending = [start(all_to_all, part, axis) for part in _encoded(rows, self.bits, self.block)]
-        num_ranks, n = axis_size(axis), rows.shape[1]
-
-        def total() -> Tensor:
-            arrived = _decoded([one.wait() for one in pending], n, self.bits, self.block)
-            return arrived.unflatten(0, (num_ranks, -1)).sum(0)
-
-        return total
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, How, _Flight | None], output: Tensor) -> None:
+        ctx.how = inputs[1].exact
 
 
-quantized_all_gather.begin = Gathering  # type: ignore[attr-defined]
-quantized_reduce_scatter.begin = Reducing  # type: ignore[attr-defined]
+class _Gathered(_Quantized):
+    @staticmethod
+    def begun(x: Tensor, how: How) -> Callable[[], Tensor]:
+        first = how.axis if how.levels is None else how.levels.across
+        pending = [start(all_gather, part, first) for part in _encoded(x.reshape(1, -1), how)]
+
+        def landed() -> Tensor:
+            parts = [one.wait() for one in pending]  # from across: the shards [O, ..] of this position in every node
+            if how.levels is not None:
+                parts = [_in_order(all_gather(part[None], how.levels.inside), how.levels) for part in parts]
+            rows = _decoded(parts, x.numel(), how).to(x.dtype)
+            return rows.reshape(len(rows), *x.shape).movedim(0, how.dim).flatten(how.dim, how.dim + 1)
+
+        return landed
+
+    @staticmethod
+    def forward(x: Tensor, how: How, flight: _Flight | None) -> Tensor:
+        return _Gathered._forward(x, how, flight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Reduced.apply(grads[0], ctx.how, None), None, None
+
+
+class _Reduced(_Quantized):
+    @staticmethod
+    def begun(x: Tensor, how: How) -> Callable[[], Tensor]:
+        num_ranks = axis_size(how.axis)
+        pieces = torch.stack(x.chunk(num_ranks, how.dim))
+        rows, first = pieces.reshape(num_ranks, -1), how.axis
+        if how.levels is not None:
+            rows, first = _inside_first(rows, how.levels), how.levels.inside
+        arriving = _sent(rows, first, how)
+
+        def landed() -> Tensor:
+            total = arriving()
+            if how.levels is not None:
+                total = _sent(total, how.levels.across, how)()
+            return (total / num_ranks if how.op == "mean" else total).reshape(pieces[0].shape).to(x.dtype)
+
+        return landed
+
+    @staticmethod
+    def forward(x: Tensor, how: How, flight: _Flight | None) -> Tensor:
+        return _Reduced._forward(x, how, flight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dy = grads[0] / axis_size(ctx.how.axis) if ctx.how.op == "mean" else grads[0]
+        return _Gathered.apply(dy, ctx.how._replace(op="sum"), None), None, None
+
+
+def _sent(rows: Tensor, axis: Axis, how: How) -> Callable[[], Tensor]:
+    """Send rows [R k, n], k for each rank   ->   a function that waits for the sum [k, n] of the rows for this rank."""
+    if how.bits is None:
+        return start(reduce_scatter, rows, axis).wait
+    pending = [start(all_to_all, part, axis) for part in _encoded(rows, how)]
+    num_ranks, n = axis_size(axis), rows.shape[1]
+    return lambda: _decoded([one.wait() for one in pending], n, how).unflatten(0, (num_ranks, -1)).sum(0)
 
 
 def _levels(axis: Axis, inside: Axis | None) -> Levels | None:
     return None if inside is None else levels_of(this_rank().mesh, axis, inside)
 
 
-def _encoded(rows: Tensor, bits: int | None, block: int | None) -> list[Tensor]:
+def _encoded(rows: Tensor, how: How) -> list[Tensor]:
     """Rows [r, n] as they travel: codes and scales, or the rows themselves."""
-    return [rows] if bits is None else list(quantize_rows(rows, bits, block))
+    return [rows] if how.bits is None else list(quantize_rows(rows, how.bits, how.block))
 
 
-def _decoded(parts: Sequence[Tensor], n: int, bits: int | None, block: int | None) -> Tensor:
+def _decoded(parts: Sequence[Tensor], n: int, how: How) -> Tensor:
     """The rows [r, n] from what has arrived."""
-    return parts[0] if bits is None else dequantize_rows(parts[0], parts[1], n, bits, block)
+    return parts[0] if how.bits is None else dequantize_rows(parts[0], parts[1], n, how.bits, how.block)
 
 
 def _inside_first(rows: Tensor, levels: Levels) -> Tensor:
@@ -211,58 +224,6 @@ def _in_order(spread: Tensor, levels: Levels) -> Tensor:
     """The reverse: [I O, n]   ->   [R, n]."""
     rows = spread.reshape(*levels.inner_sizes, spread.shape[-1]).permute(*levels.back, len(levels.back))
     return rows.flatten(0, -2)
-
-
-class _Gathered(torch.autograd.Function):
-    """Forward: gather codes, or end the gather `begun`. Backward: reduce_scatter, in full precision."""
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        axis: Axis,
-        dim: int,
-        bits: int | None,
-        block: int | None,
-        inside: Axis | None,
-        begun: Gathering | None,
-    ) -> Tensor:
-        return (begun or Gathering(x, axis, dim, bits=bits, block=block, inside=inside)).landed()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis, ctx.dim, _, _, ctx.inside, _ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        dx = quantized_reduce_scatter(grads[0], ctx.axis, ctx.dim, bits=None, inside=ctx.inside)
-        return dx, None, None, None, None, None, None
-
-
-class _Reduced(torch.autograd.Function):
-    """Forward: reduce through codes, or end the reduction `begun`. Backward: all_gather, in full precision."""
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        axis: Axis,
-        dim: int,
-        op: str,
-        bits: int | None,
-        block: int | None,
-        inside: Axis | None,
-        begun: Reducing | None,
-    ) -> Tensor:
-        return (begun or Reducing(x, axis, dim, op, bits=bits, block=block, inside=inside)).landed()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis, ctx.dim, op, _, _, ctx.inside, _ = inputs
-        ctx.divisor = axis_size(ctx.axis) if op == "mean" else 1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        dx = quantized_all_gather(grads[0] / ctx.divisor, ctx.axis, ctx.dim, bits=None, inside=ctx.inside)
-        return dx, None, None, None, None, None, None, None
 
 
 zero_plus_plus = options_over(start, gather_rows, quantized_all_gather, quantized_reduce_scatter)

@@ -99,11 +99,8 @@ class _Leaving:
             self._begin_pass()
             self._end = at_end_of_pass(self._finish)
         ready.add(id(parameter))
-        while self._next < len(self._buckets) and self._is_full(self._next):
+        while self._next < len(self._buckets) and len(self._ready[self._next]) == len(self._buckets[self._next].shards):
             self._leave()
-
-    def _is_full(self, place: int) -> bool:
-        return len(self._ready[place]) == len(self._buckets[place].shards)
 
     def _leave(self) -> None:
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tplab.mesh import Axis
 from tplab.torch.data.group import About, Group, Sites
-from tplab.torch.data.pieces import Gather, Reduce, gather_rows, row_of, wholes_in
+from tplab.torch.data.pieces import Gather, Reduce, gather_rows, reduce_rows, row_of, wholes_in
 from tplab.torch.data.unit import Model, Unit
 from tplab.torch.ranks.rank import prepares
 
@@ -70,9 +70,8 @@ def shard_parameters(
     of several microbatches before they are sent.
     Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
     """
-    about = About(
-        axis, op, reshard_after_forward, prefetch, replicate_axis, compute_dtype, reduce_dtype, gather, reduce
-    )
+    send = gather or gather_rows, reduce or reduce_rows
+    about = About(axis, op, reshard_after_forward, replicate_axis, compute_dtype, reduce_dtype, *send, prefetch)
     modules = [unit for unit in (_layers(model) if units is None else units) if unit is not model]
     _check_units(model, modules)
     owners = _owners(model, modules)

@@ -16,7 +16,7 @@ from tplab.data.pieces import OPS, check_copies, data_axes
 from tplab.errors import one_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, axis_size
-from tplab.torch.data.parameters import note_owner
+from tplab.torch.data.parameters import Owner, note_owner
 from tplab.torch.data.pieces import (
     Gather,
     Reduce,
@@ -169,20 +169,18 @@ class About:
         one_of("op", self.op, OPS)
 
 
-class Bucket:
+class Bucket(Owner):
     """Some parameters of one dtype whose gradients, and later whose values, travel in one message.
 
     axis     along which ranks hold copies of them: `about.axis`, or a part of it
     shards   this rank's piece of each: memory of the parameter itself, or a copy in the master dtype
     row      this rank's part of the reduced gradient, until the optimizer gets it; None if there is none yet
-    in_backward   whether it leaves during the backward pass
 
     It does not keep the parameters alive, because their hooks may keep the bucket: see `_Leaving` in `shard_gradients`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], about: About, axis: Axis):
         self._parameters, self.about, self.axis = [ref(p) for p in parameters], about, axis
-        self.in_backward = False
         self.pieces, self.index = pieces_of(parameters, axis)
         self.dtype = parameters[0].dtype
         master = about.master_dtype or self.dtype
@@ -201,12 +199,10 @@ class Bucket:
 
     @property
     def has_taken(self) -> bool:
-        """Whether it has gradients that the pieces have not received yet."""
         return self.row is not None or self._handle is not None
 
     @property
     def takes_whole(self) -> bool:
-        """Whether the parameters' gradients have already been combined over the ranks."""
         return self.about.is_reduced
 
     def begin(self) -> None:

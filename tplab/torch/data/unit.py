@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from tplab.torch.comm.autograd import token
 from tplab.torch.comm.collectives import Handle
 from tplab.torch.data.group import About, Group
 from tplab.torch.data.pieces import wholes_in
-from tplab.torch.private import saved_hooks, storage_id
+from tplab.torch.layers.memory import Again, made_again
+from tplab.torch.private import storage_id
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
 
 
-class Use:
+class Use(Again):
     """One forward pass of a group, and its backward pass: the period in which its parameters are whole.
 
     wholes     the whole parameters, while they are needed
@@ -27,8 +28,6 @@ class Use:
 
     def __init__(self, group: Group, before: Use | None):
         self.group, self.before = group, before
-        self.wholes: list[Tensor] | None = None
-        self.num_kept = self.num_served = 0
         self._arriving: Handle | None = None
         self._leaving: Handle | None = None
         self._secondary: Tensor | None = None
@@ -50,19 +49,13 @@ class Use:
             self.wholes, self._token = list(_Arrive.apply(self._token, self)), None  # type: ignore[arg-type]
         return self.wholes
 
-    def again(self) -> list[Tensor]:
-        """The whole parameters, for the backward pass: gathered again when they are first needed."""
-        if self.wholes is None:
-            with torch.no_grad():
-                if self._arriving is None:
-                    self.begin_gather()
-                self.wholes = self.gathered()
-                if self.before is not None and self.group.about.prefetch:
-                    self.before.begin_again()
-        wholes = self.wholes
-        self.num_served += 1
-        if self.num_served % self.num_kept == 0:
-            self.wholes = None
+    def make(self) -> list[Tensor]:
+        """The whole parameters, for the backward pass."""
+        if self._arriving is None:
+            self.begin_gather()
+        wholes = self.gathered()
+        if self.before is not None and self.group.about.prefetch:
+            self.before.begin_again()
         return wholes
 
     def begin_again(self) -> None:
@@ -172,7 +165,7 @@ class Unit:
                     home.__dict__[name] = whole
         self._model.open += uses
         hooks = None
-        if torch.is_grad_enabled() and self._model.about.reshards:
+        if torch.is_grad_enabled() and self._model.about.reshard_after_forward is not False:
             hooks = self._model.hooks()
             hooks.__enter__()
         self._open.append((uses, hooks))
@@ -227,42 +220,15 @@ class Model:
                 other.drop()
 
     def hooks(self) -> saved_tensors_hooks:
-        """Hooks under which autograd keeps only how whole parameters are used, not the parameters.
-
-        Only the innermost hooks are called: these pass on to the outer ones.
-        """
-        outer: tuple[Callable[..., Any], Callable[..., Any]] = saved_hooks(True) or (_same, _same)
+        """Hooks under which autograd keeps only how whole parameters are used, not the parameters."""
         origins = {
             storage_id(whole.untyped_storage()): (use, place)
             for use in self.open
             for place, whole in enumerate(use.wholes or ())
         }
 
-        def pack(x: Tensor) -> Any:
+        def find(x: Tensor, _: Any) -> tuple[Use, int, int] | None:
             found = origins.get(storage_id(x.untyped_storage()))
-            if found is None:
-                return outer[0](x)
-            use, place = found
-            use.num_kept += 1
-            return _Kept(use, place, x.shape, x.stride(), int(x.storage_offset()))
+            return found and (*found, int(x.storage_offset()))
 
-        def unpack(kept: Any) -> Tensor:
-            return kept.tensor() if isinstance(kept, _Kept) else outer[1](kept)
-
-        return saved_tensors_hooks(pack, unpack)
-
-
-class _Kept:
-    """A whole parameter, or a view of it, that a backward pass will need: how to restore it."""
-
-    __slots__ = ("offset", "place", "shape", "stride", "use")
-
-    def __init__(self, use: Use, place: int, shape: torch.Size, stride: tuple[int, ...], offset: int):
-        self.use, self.place, self.shape, self.stride, self.offset = use, place, shape, stride, offset
-
-    def tensor(self) -> Tensor:
-        return self.use.again()[self.place].as_strided(self.shape, self.stride, self.offset)
-
-
-def _same(x: Any) -> Any:
-    return x
+        return made_again(find)

@@ -1,4 +1,4 @@
-"""The CPU's flash attention where torch only supports those of GPUs, and which kernels each rank may use.
+"""The CPU's flash attention where torch only supports those of GPUs, and kernels of GPUs on the CPU.
 
 torch has no rules for `aten._scaled_dot_product_flash_attention_for_cpu`, which `scaled_dot_product_attention` uses on
 the CPU. Its two operations have the same inputs and outputs as those for GPUs, so torch's rings run over them
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
-from tplab.torch.private import attention_kernels, put_attention_kernels
+from tplab.torch.distributed.replaced import Value
 
 FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -68,36 +68,32 @@ def tables_with_attention(propagator: Any) -> dict[str, Any]:
     try:
         for name, table in before.items():
             setattr(propagator, name, dict(table))
-        register_sharding(FORWARD)(_forward)
-        register_sharding(BACKWARD)(_backward)
+        # query [B, H, S, D], key and value [B, H, T, D]   ->   output [B, H, S, D], log-sum-exp [B, H, S]
+        register_sharding(FORWARD)(_rule(2, 3))
+        # gradient of the output, query, key, value, output, log-sum-exp   ->   gradients of query, key and value
+        register_sharding(BACKWARD)(_rule(3, 6))
         return {name: getattr(propagator, name) for name in _TABLES}
     finally:
         for name, table in before.items():
             setattr(propagator, name, table)
 
 
-def _forward(*args: Any, attn_mask: Any = None, **_: Any) -> list[tuple[list[Any], list[Any]]]:
-    """query [B, H, S, D], key and value [B, H, T, D]   ->   output [B, H, S, D], log-sum-exp [B, H, S]"""
-    others = [None] * (len(args) - 3)
-    return [([placement] * 2, [placement] * 3 + others + mask) for placement, mask in _placements(attn_mask)]
+def _rule(num_results: int, num_operands: int) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
+    """The possible placements of the results and of the arguments along one mesh dim, the operands first.
 
-
-def _backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Gradient of the output, query, key, value, output, log-sum-exp -> the gradients of query, key and value."""
-    others = [None] * (len(args) - 6)
-    return [([placement] * 3, [placement] * 6 + others + mask) for placement, mask in _placements(attn_mask)]
-
-
-def _placements(mask: Any) -> list[tuple[Any, list[Any]]]:
-    """The possible placements of all tensors along one mesh dim, and the mask's: [S, T] or [B or 1, H or 1, S, T].
-
-    DTensor does not redistribute keyword arguments, so a mask is never sharded.
+    All have the same, except a mask, [S, T] or [B or 1, H or 1, S, T]: it is never sharded, because DTensor does not
+    redistribute keyword arguments.
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    possible: list[Any] = [Replicate()]
-    possible += [Shard(dim) for dim in (1, 0) if mask is None or len(mask.shape) < 4 or mask.shape[dim] == 1]
-    return [(placement, [] if mask is None else [Replicate()]) for placement in possible]
+    def placements(*args: Any, attn_mask: Any = None, **_: Any) -> list[tuple[list[Any], list[Any]]]:
+        possible: list[Any] = [Replicate()]
+        sizes = (1, 1) if attn_mask is None or len(attn_mask.shape) < 4 else attn_mask.shape
+        possible += [Shard(dim) for dim in (1, 0) if sizes[dim] == 1]
+        others = [None] * (len(args) - num_operands) + [Replicate()] * (attn_mask is not None)
+        return [([placement] * num_results, [placement] * num_operands + others) for placement in possible]
+
+    return placements
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -107,48 +103,21 @@ _ON_CPU = {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
 _choose: Any = attention._sdpa_kernel
 
 
-class Kernels:
-    """The kernels that each rank has chosen, while ranks run. Nothing is read or set until the first rank chooses.
+def gpu_kernels_on_cpu(note: Callable[[], None]) -> Value:
+    """Where GPUs are mapped to the CPU, and a rank asks for kernels that only GPUs have, it gets flash attention, and
+    `note` is called."""
 
-    torch keeps the choice of `sdpa_kernel` once per process, in C++. So from then on, each turn restores a rank's
-    choice.
-
-    note   called where GPUs are mapped to the CPU, and a rank asks for kernels that only GPUs have: it gets flash
-           attention
-    """
-
-    def __init__(self) -> None:
-        self.note: Callable[[], None] | None = None
-        self._notebooks: tuple[bool, ...] = ()
-        self._chosen: dict[Any, tuple[bool, ...]] = {}
-        self._process: Any = None
-
-    def enter(self) -> None:
-        """Switch from the notebook to the ranks."""
-        self._notebooks = attention_kernels()
-        attention._sdpa_kernel = self._choose
-
-    def leave(self) -> None:
-        """Switch from the ranks to the notebook. May be called again if Ctrl-C has interrupted it."""
-        attention._sdpa_kernel = _choose
-        put_attention_kernels(self._notebooks)
-
-    def turn(self, process: Any) -> None:
-        """Give `process` the turn."""
-        self._process = process
-        if self._chosen:
-            put_attention_kernels(self._chosen.get(process, self._notebooks))
-
-    def _choose(self, backends: Iterable[SDPBackend], set_priority: bool = False) -> None:
+    def choose(backends: Iterable[SDPBackend], set_priority: bool = False) -> None:
         backends = [*backends]
-        if self.note is not None and backends and not _ON_CPU & {*backends}:
-            self.note()
+        if backends and not _ON_CPU & {*backends}:
+            note()
             backends.append(SDPBackend.FLASH_ATTENTION)
         _choose(backends, set_priority)
-        self._chosen[self._process] = attention_kernels()
+
+    return attention, "_sdpa_kernel", choose
 
 
-def flex_attention_on_cpu(module: Any) -> list[tuple[Any, str, Any]]:
+def flex_attention_on_cpu(module: Any) -> list[Value]:
     """Changes to torch's flex_attention `module`. It refuses gradients on the CPU, where a compiled one has none; here
     nothing is compiled, and what runs instead has them. Nor does it warn programs that asked for compilation."""
     warn_once = getattr(module, "_warn_once", None)

@@ -28,7 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from tplab.torch.distributed.attention import cpu_kernels, flex_attention_on_cpu, tables_with_attention
+from tplab.torch.distributed.attention import (
+    cpu_kernels,
+    flex_attention_on_cpu,
+    gpu_kernels_on_cpu,
+    tables_with_attention,
+)
 from tplab.torch.distributed.batch_norm import sync_batch_norm_on_cpu
 from tplab.torch.distributed.cuda_calls import CPU, CudaCalls, is_cuda, is_torchs
 from tplab.torch.distributed.devices import Devices
@@ -184,6 +189,7 @@ class CudaOnCpu:
         return [
             *mine,
             *sync_batch_norm_on_cpu(),
+            gpu_kernels_on_cpu(self.note),
             (torch, "Generator", _Generator),
             (Tensor, "record_stream", lambda x, stream: None),
             (torch, "compile", _not_compiled),

@@ -121,18 +121,7 @@ _NOTHING = (
     "set_sync_debug_mode",
     "empty_host_cache",
 )
-_TENSORS = (
-    "BFloat16Tensor",
-    "BoolTensor",
-    "ByteTensor",
-    "CharTensor",
-    "DoubleTensor",
-    "FloatTensor",
-    "HalfTensor",
-    "IntTensor",
-    "LongTensor",
-    "ShortTensor",
-)
+_TENSORS = [name for name in dir(torch.cuda) if name.endswith("Tensor") and hasattr(torch, name)]
 
 
 def _nothing(*_: Any, **__: Any) -> None:

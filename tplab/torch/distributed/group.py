@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ class Group(Asked, dist.ProcessGroup):
         Asked.__init__(self, member.rank, ranks, name, label)
         dist.ProcessGroup.__init__(self, self.place.index, len(ranks))  # type: ignore[call-arg]  # the stub lacks it
         self.member, self.backend, self.store = member, backend, store
-        self._backend = _Backend(backend)
+        # what torch reads of a backend that it does not know
+        unsupported = dict.fromkeys(("supports_splitting", "supports_coalescing", "supports_time_estimate"), False)
+        self._backend = SimpleNamespace(name=lambda: backend, options=None, **unsupported)
         self.unfinished: deque[Started] = deque()
         self.num_monitored = 0
 
@@ -50,15 +53,13 @@ class Group(Asked, dist.ProcessGroup):
     def group_desc(self) -> str:
         return self.label
 
-    @property
-    def bound_device_id(self) -> None:
-        return None
+    bound_device_id = None  # type: ignore[assignment]
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
-    def _get_backend(self, device: Any) -> _Backend:
+    def _get_backend(self, device: Any) -> SimpleNamespace:
         return self._backend
 
     get_backend = _get_backend
@@ -187,46 +188,24 @@ class Group(Asked, dist.ProcessGroup):
         return Several(works)
 
 
-class AnyMessage(Work):
+class AnyMessage(Started):
     """The next message from any rank of the group."""
 
     def __init__(self, group: Group, x: Tensor, tag: int):
-        super().__init__()
-        self._group, self._x, self._tag, self._source = group, x, tag, -1
+        super().__init__(group.member, None, x, None, [x])
+        self._group, self._tag = group, tag
 
-    def wait(self, timeout: Any = None) -> bool:
+    def _finish(self) -> None:
         if self._source < 0:
             group = self._group
             others = [other for other in range(group.size()) if other != group.rank()]
-            source = group.member.here().first_to_send(
-                [group._message("receive", other, self._tag) for other in others]
-            )
-            self._source = group.place.group.index(source)
+            calls = [group._message("receive", other, self._tag) for other in others]
+            self._source = group.place.group.index(group.member.here().first_to_send(calls))
             group.receive(self._x, self._source, self._tag).wait()
-        return True
+            self.is_done = True
 
     def is_completed(self) -> bool:
-        return self._source >= 0
-
-    def _source_rank(self) -> int:
-        return self._source
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return [self._x]
-
-
-class _Backend:
-    """What torch reads of a backend that it does not know."""
-
-    supports_splitting = supports_coalescing = supports_time_estimate = False
-    options = None
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def name(self) -> str:
-        return self._name
+        return self.is_done
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.errors import CollectiveMismatchError, MeshError
 from tplab.mesh import APART, DIM, Mesh, label_of, mesh_of_dims
 from tplab.torch.distributed.group import Group
-from tplab.torch.distributed.identity import IDENTITY, Signals
+from tplab.torch.distributed.identity import IDENTITY
 from tplab.torch.distributed.profiling import Profiling
 from tplab.torch.distributed.rare import RARE
 from tplab.torch.distributed.replaced import Replaced, Value
@@ -26,6 +27,7 @@ from tplab.torch.ranks.watcher import resize
 
 _INIT = inspect.signature(dist.init_process_group)
 _SPLIT = inspect.signature(dist.split_group)
+_NEW = inspect.signature(c10d._new_process_group_helper)
 
 
 class Groups:
@@ -108,30 +110,17 @@ class Groups:
 
     # --- how torch makes a group ---------------------------------------------------------------------------------
 
-    def new_group(
-        self,
-        group_size: int,
-        group_rank: int,
-        global_ranks_in_group: Sequence[int],
-        backend: Any,
-        store: Any,
-        group_name: Any,
-        backend_options: Any = None,
-        timeout: Any = None,
-        pg_tag: Any = None,
-        device_id: Any = None,
-        group_desc: Any = None,
-        **_: Any,
-    ) -> tuple[Any, Any]:
+    def new_group(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Replaces torch's `_new_process_group_helper`. Returns the group and its store."""
-        self._meet(str(group_name), list(global_ranks_in_group), str(backend))
-        if pg_tag not in (None, ""):
-            existing = c10d._find_pg_by_ranks_and_tag(pg_tag, list(global_ranks_in_group))
-            if existing:
-                return existing, self.pg_map[existing][1]
-        if self.member.rank not in global_ranks_in_group:
+        given = _NEW.bind(*args, **kwargs).arguments
+        ranks, name, backend = list(given["global_ranks_in_group"]), str(given["group_name"]), str(given["backend"])
+        self._meet(name, ranks, backend)
+        tag = given.get("pg_tag") or None
+        if tag is not None and (existing := c10d._find_pg_by_ranks_and_tag(tag, ranks)):
+            return existing, self.pg_map[existing][1]
+        if self.member.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        group = self._made(list(global_ranks_in_group), str(group_name), str(backend), pg_tag, group_desc or "")
+        group = self._made(ranks, name, backend, tag, given.get("group_desc") or "")
         return group, group.store
 
     def _meet(self, name: str, ranks: list[int], backend: str) -> None:
@@ -172,7 +161,7 @@ class Groups:
         self.pg_backend_config[group] = backend
         self.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
         self.register()
-        tag = f"ptd:{name}" if tag in (None, "") else f"user:{tag}"
+        tag = f"ptd:{name}" if tag is None else f"user:{tag}"
         if tag.startswith("ptd:"):
             self.tags_to_pg.setdefault("", []).append(group)
         self.tags_to_pg.setdefault(tag, []).append(group)
@@ -211,8 +200,6 @@ class Hooks:
     def __init__(self) -> None:
         from torch.distributed import c10d_logger, device_mesh
 
-        self._codes = [(_innermost(getattr(c10d, name)), hook.__code__) for name, hook in _HOOKS.items()]
-        self._own_codes: list[Any] = []
         own: list[Value] = [
             (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
@@ -224,24 +211,19 @@ class Hooks:
             (torch.multiprocessing, "start_processes", _spawned),
             (torch.UntypedStorage, "resize_", resize),
             *IDENTITY,
-            *Signals().attributes,
             *RARE,
             *Profiling().attributes,
+            *((inspect.unwrap(getattr(c10d, name)), "__code__", hook.__code__) for name, hook in _HOOKS.items()),
         ]
         self._replaced = Replaced(own)
         self._is_inside = False  # another run
 
     def put(self) -> None:
-        self._own_codes = [function.__code__ for function, _ in self._codes]
         self._is_inside = isinstance(c10d._world, Groups)
         c10d_C._set_thread_isolation_mode(True)
-        for function, code in self._codes:
-            function.__code__ = code
         self._replaced.put()
 
     def take_back(self) -> None:
-        for (function, _), code in zip(self._codes, self._own_codes, strict=True):
-            function.__code__ = code
         self._replaced.take_back()
         c10d_C._set_thread_isolation_mode(self._is_inside)
 
@@ -253,18 +235,9 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-class _Spawned:
-    """What `spawn(..., join=False)` returns: everything is already done."""
-
-    processes: Sequence[Any] = ()
-
-    def join(self, *_: Any, **__: Any) -> bool:
-        return True
-
-
 def _spawned(
     fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
-) -> _Spawned | None:
+) -> SimpleNamespace | None:
     """`torch.multiprocessing.spawn`: every rank has called it, so each runs `fn` as the process with its own number."""
     member = c10d._world.member  # type: ignore[attr-defined]
     if nprocs != member.mesh.size:
@@ -273,12 +246,8 @@ def _spawned(
             f"one of the processes, so there must be as many; run it on {nprocs} ranks"
         )
     fn(member.rank, *args)
-    return None if join else _Spawned()
-
-
-def _innermost(function: Any) -> Any:
-    """A function without its wrappers."""
-    return inspect.unwrap(function)
+    # with join=False, the program waits for what is already done
+    return None if join else SimpleNamespace(processes=(), join=lambda *_, **__: True)
 
 
 # --- names in a trace -------------------------------------------------------------------------------------------------

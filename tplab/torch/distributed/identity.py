@@ -6,30 +6,27 @@ import os
 import signal
 import sys
 import threading
-from collections import defaultdict
 from typing import Any, NoReturn
 
 import torch
 
 from tplab.errors import RankError
-from tplab.torch.distributed.blocking import taking_turns
-from tplab.torch.distributed.replaced import Value
+from tplab.torch.distributed.replaced import Value, on_ranks
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
 
-_getpid, _end = os.getpid, os._exit
+_getpid = os.getpid
 _PROFILER = os.path.join(os.path.dirname(torch.profiler.__file__), "")
 _logging_data: Any = torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data
 
 
-def getpid() -> int:
-    """`os.getpid`: each rank's own number if the program asks, or torch's profiler for a file name. Libraries that
-    check for a fork get the process's own."""
-    asks = sys._getframe(1).f_code.co_filename
-    if not (is_program(asks) or asks.startswith(_PROFILER)) or (rank := taking_turns()) is None:
-        return _getpid()
-    return number_of(rank)
+@on_ranks(os, "getpid")
+def _number(rank: SimulatedRank, own: Any) -> int:
+    """Each rank's own number if the program asks, or torch's profiler for a file name. Libraries that check for a fork
+    get the process's own."""
+    asks = sys._getframe(2).f_code.co_filename
+    return number_of(rank) if is_program(asks) or asks.startswith(_PROFILER) else own()
 
 
 def number_of(rank: SimulatedRank) -> int:
@@ -38,14 +35,17 @@ def number_of(rank: SimulatedRank) -> int:
     return (thread and thread.native_id) or _getpid()
 
 
-def end(code: int) -> NoReturn:
-    """`os._exit`: ends the rank and, as under torchrun, all others, unless all is well. The process continues: in a
-    notebook, it is the kernel."""
-    if (rank := taking_turns()) is None:
-        _end(code)
+@on_ranks(os, "_exit")
+def _end(rank: SimulatedRank, own: Any, code: int) -> NoReturn:
+    """Ends the rank and, as under torchrun, all others, unless all is well. The process continues: in a notebook, it is
+    the kernel."""
     if code == 0 and threading.current_thread() is rank.home.seat.thread:
         raise SystemExit(0)
-    text = f"rank {rank.rank} ended its process by os._exit({code}) at {rank.lines.here()}"
+    _fail(rank, f"os._exit({code})")
+
+
+def _fail(rank: SimulatedRank, by: str) -> NoReturn:
+    text = f"rank {rank.rank} ended its process by {by} at {rank.lines.here()}"
     rank.seat.turns.fail(RankError(text, rank.rank))
     raise Released
 
@@ -68,81 +68,54 @@ def logging_data(model: Any) -> dict[str, Any]:
 _GLOOS_THREADS = 2
 
 
-IDENTITY: list[Value] = [
-    (os, "getpid", getpid),
-    (os, "_exit", end),
-    (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", logging_data),
-]
-
-
 # --- signals ----------------------------------------------------------------------------------------------------------
 # Python lets only the first thread of a process have handlers, and a signal without one ends the process, including the
 # notebook. Signals from outside reach the process as usual.
 
 
-_signal, _getsignal, _raise, _kill = signal.signal, signal.getsignal, signal.raise_signal, os.kill
-_alarm, _setitimer = getattr(signal, "alarm", None), getattr(signal, "setitimer", None)
 _ENDS_NOTHING = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
+_getsignal = signal.getsignal
 
 
-class Signals:
-    """The signal handlers of all ranks of a run, and the replacements for its duration."""
-
-    def __init__(self) -> None:
-        self._handlers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
-        self.attributes: list[Value] = [
-            (signal, "signal", self._set),
-            (signal, "getsignal", self._get),
-            (signal, "raise_signal", self._raised),
-            (os, "kill", self._killed),
-        ]
-        if _alarm is not None:
-            never = ("alarm", _Never(_alarm, 0)), ("setitimer", _Never(_setitimer, (0.0, 0.0)))
-            self.attributes += [(signal, name, value) for name, value in never]
-
-    def _set(self, number: int, handler: Any) -> Any:
-        rank = taking_turns()
-        if rank is None or threading.current_thread() is not rank.home.seat.thread:
-            return _signal(number, handler)  # which refuses, in a second thread
-        if not (callable(handler) or handler in (signal.SIG_DFL, signal.SIG_IGN)):
-            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
-        before, self._handlers[rank.rank][int(number)] = self._get(number), handler
-        return before
-
-    def _get(self, number: int) -> Any:
-        rank = taking_turns()
-        return _getsignal(number) if rank is None else self._handlers[rank.rank].get(int(number), _getsignal(number))
-
-    def _raised(self, number: int) -> None:
-        rank = taking_turns()
-        if rank is None:
-            _raise(number)
-        else:
-            self._reaches(rank, number)
-
-    def _killed(self, process: int, number: int) -> None:
-        rank = taking_turns()
-        if rank is None or number == 0 or process != number_of(rank):
-            _kill(process, number)
-        else:
-            self._reaches(rank, number)
-
-    def _reaches(self, rank: SimulatedRank, number: int) -> None:
-        """Deliver a signal that a rank sends to itself."""
-        handler, name = self._get(number), signal.Signals(number).name
-        if callable(handler):
-            handler(number, sys._getframe(2))
-        elif handler != signal.SIG_IGN and name not in _ENDS_NOTHING:
-            text = f"rank {rank.rank} ended its process by {name} at {rank.lines.here()}"
-            rank.seat.turns.fail(RankError(text, rank.rank))
-            raise Released
+@on_ranks(signal, "signal")
+def _set(rank: SimulatedRank, own: Any, number: int, handler: Any) -> Any:
+    if threading.current_thread() is not rank.home.seat.thread:
+        return own(number, handler)  # which refuses, in a second thread
+    if not (callable(handler) or handler in (signal.SIG_DFL, signal.SIG_IGN)):
+        raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+    before, rank.home.handlers[int(number)] = _handler(rank, number), handler
+    return before
 
 
-class _Never:
-    """`signal.alarm` or `setitimer`. A rank spends most of its time waiting for its turn, so no alarm goes off."""
+def _handler(rank: SimulatedRank, number: int) -> Any:
+    return rank.home.handlers.get(int(number), _getsignal(number))
 
-    def __init__(self, own: Any, result: Any):
-        self._own, self._result = own, result
 
-    def __call__(self, *args: Any) -> Any:
-        return self._own(*args) if taking_turns() is None else self._result
+@on_ranks(os, "kill")
+def _kill(rank: SimulatedRank, own: Any, process: int, number: int) -> None:
+    if number == 0 or process != number_of(rank):
+        own(process, number)
+    else:
+        _reaches(rank, number)
+
+
+def _reaches(rank: SimulatedRank, number: int) -> None:
+    """Deliver a signal that a rank sends to itself."""
+    handler, name = _handler(rank, number), signal.Signals(number).name
+    if callable(handler):
+        handler(number, sys._getframe(3))
+    elif handler != signal.SIG_IGN and name not in _ENDS_NOTHING:
+        _fail(rank, name)
+
+
+IDENTITY: list[Value] = [
+    *(_number, _end, _set, _kill),
+    on_ranks(signal, "getsignal")(lambda rank, own, number: _handler(rank, number)),
+    on_ranks(signal, "raise_signal")(lambda rank, own, number: _reaches(rank, number)),
+    # a rank spends most of its time waiting for its turn, so no alarm goes off
+    *(
+        on_ranks(signal, name)(lambda *_, never=never: never)
+        for name, never in (("alarm", 0), ("setitimer", (0.0, 0.0))) if hasattr(signal, name)
+    ),
+    (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", logging_data),
+]  # fmt: skip

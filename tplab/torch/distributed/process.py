@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
+from functools import reduce
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from threading import current_thread
 from types import ModuleType
@@ -17,26 +17,12 @@ import numpy as np
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.mesh import Mesh
-from tplab.torch.distributed.attention import Kernels
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Dims, Groups, Hooks
-from tplab.torch.distributed.settings import Settings
+from tplab.torch.distributed.settings import Met, Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
-from tplab.torch.private import (
-    ContextParallel,
-    PythonRandom,
-    c10d_C,
-    class_states,
-    dtensor_dispatcher,
-    environ_data,
-    import_locks,
-    module_hooks,
-    note_module_hooks,
-    put_module_hooks,
-    python_random,
-    rng_tracker_home,
-)
+from tplab.torch.private import SLOTS, PythonRandom, Slot, c10d_C, python_random
 from tplab.torch.ranks.process_state import RUN_ID
 from tplab.torch.ranks.program import has_compiled_parts, is_program
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -45,36 +31,32 @@ from tplab.torch.ranks.simulated import SimulatedRank
 class Process:
     """What one rank, or the notebook, keeps of its process while it does not have the turn.
 
-    world     torch.distributed's process groups
-    environ   environment variables, as os.environ stores them
-    argv      sys.argv
+    values    of the slots that it has met, in their order; the first of them are environment variables
     modules   the user's modules that it has imported
-    numpys    NumPy's default generator; `pythons`: the state of Python's
-    locks     of the modules that it is importing now
-    tracker   DTensor's generator; `handlers`: its operation handlers, which loss_parallel changes temporarily
-    states    what classes of Hugging Face's accelerate, and of torch's FSDP, keep of a process
-    attention what torch's context_parallel has replaced it with
-    hooks     those for all modules; each rank begins with the notebook's
     """
 
-    def __init__(self, world: Any, environ: dict[Any, Any], argv: list[str], numpys: Any, pythons: Any):
-        self.world, self.environ, self.argv, self.numpys, self.pythons = world, environ, argv, numpys, pythons
+    def __init__(self, values: list[Any]):
+        self.values, self.environ = values, values[0]
         self.modules: dict[str, ModuleType] = {}
-        self.locks: dict[Any, Any] = {}
-        self.tracker: Any = None
-        self.handlers: dict[Any, Any] | None = None
-        self.states: dict[Any, Any] = {}
-        self.attention = ContextParallel()
-        self.hooks = {name: copy(hooks) for name, hooks in module_hooks().items()}
 
-    def take_of_libraries(self) -> None:
-        """Note the current state of DTensor, accelerate and context_parallel."""
-        if (home := rng_tracker_home()) is not None:
-            self.tracker = home._rng_tracker
-        if (dispatcher := dtensor_dispatcher()) is not None:
-            self.handlers = dispatcher._custom_op_handlers
-        self.states = class_states()
-        self.attention.take()
+
+class _NumPys:
+    """NumPy's default generator, as an attribute."""
+
+    generator = property(
+        lambda self: np.random.get_bit_generator(),  # type: ignore[attr-defined]
+        lambda self, generator: np.random.set_bit_generator(generator),  # type: ignore[attr-defined]
+    )
+
+
+_numpys = _NumPys()
+_OF_EACH = [
+    Slot("os", "environ._data"),  # the dict with the variables
+    Slot("sys", "argv"),
+    Slot(__name__, "_numpys.generator"),
+    Slot(python_random.__module__, "python_random.state"),
+]
+"""What a rank does not begin with as the notebook has it."""
 
 
 class Processes:
@@ -107,8 +89,10 @@ class Processes:
         self._num_gpus = num_gpus or self.per_node
         self._argv = argv
         self.folders = list(dict.fromkeys([*sys.path[:1], os.getcwd()])) if is_fresh else [os.getcwd()]
-        self._hooks, self._kernels, self._settings = Hooks(), Kernels(), Settings()
-        self._threads = Threads(self._beside)
+        own = Slot(c10d.__name__, "_world", lambda *_: None), Slot("builtins", "print")
+        self._slots = [*_OF_EACH, *own, Slot("logging", "root.manager.disable"), *SLOTS]  # not imported so far
+        self._met: list[Met] = []
+        self._changes: list[Any] = [Hooks(), Settings(self._met), Threads(self._beside)]  # of torch and of Python
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._shared = Shared()
@@ -122,7 +106,7 @@ class Processes:
     def map_cuda(self) -> None:
         """From the beginning of the run, map every mention of cuda in the program to the CPU."""
         self._cuda = CudaOnCpu(self._num_gpus)
-        self._kernels.note = self._cuda.note
+        self._changes.append(self._cuda)
 
     @property
     def mapped(self) -> str | None:
@@ -141,20 +125,16 @@ class Processes:
 
     def take(self) -> Process:
         """The process's current state, to restore later."""
-        active = self.active
+        active, values = self.active, self._values()
         if active is None:
-            active = self._kernel = self._notebook()
-            self._settings.take(active)
+            active = self._kernel = self._notebook(values)
             if not self.ranks:  # this runs again after the run has let another one continue for a while
                 self.ranks = [self._rank(rank, active) for rank in self.mesh.ranks]
-            return active
-        active.argv, active.pythons = sys.argv, python_random.get()
-        active.take_of_libraries()
-        note_module_hooks(active.hooks)
-        self._settings.take(active)
+        active.values = values
         return active
 
     def put(self, process: Process) -> None:
+        assert self._kernel is not None
         is_notebook, before = process is self._kernel, self.active
         if before is not None:
             for name in before.modules:
@@ -163,36 +143,29 @@ class Processes:
             self._leave()
         elif not is_notebook and before is None:
             self._enter()
-        c10d._world = process.world
-        environ_data(process.environ)
-        import_locks(process.locks)
-        sys.argv = process.argv
         sys.modules.update({name: module for name, module in process.modules.items() if module is not None})
-        np.random.set_bit_generator(process.numpys)  # type: ignore[attr-defined]
-        python_random.set(process.pythons)
-        if (home := rng_tracker_home()) is not None:
-            home._rng_tracker = process.tracker
-        if (dispatcher := dtensor_dispatcher()) is not None:
-            if process.handlers is None:  # another rank has imported DTensor meanwhile
-                process.handlers = type(dispatcher)()._custom_op_handlers
-            dispatcher._custom_op_handlers = process.handlers
-        for (kind, name), found in class_states().items():
-            setattr(kind, name, process.states.setdefault((kind, name), type(found)()))
-        process.attention.put()
-        put_module_hooks(process.hooks)
-        self._kernels.turn(process)
-        self._settings.put(process)
+        values, notebooks = process.values, self._kernel.values
+        for home, _, begin in self._met[len(values) :]:
+            values.append(begin(home, notebooks[len(values)] if len(values) < len(notebooks) else None))
+        for (home, name, _), value in zip(self._met, values, strict=True):
+            setattr(home, name, value)
         self.active = None if is_notebook else process
+
+    def _values(self) -> list[Any]:
+        """The values of all slots whose home has been imported."""
+        for slot in [slot for slot in self._slots if slot.module in sys.modules]:
+            *path, name = slot.path.split(".")
+            home = reduce(lambda home, inner: getattr(home, inner, None), path, sys.modules[slot.module])
+            if hasattr(home, name):
+                self._met.append((home, name, slot.begin))
+                self._slots.remove(slot)
+        return [getattr(home, name) for home, name, _ in self._met]
 
     def _enter(self) -> None:
         """Switch from the notebook to the ranks."""
         assert self._kernel is not None
-        self._hooks.put()
-        self._kernels.enter()
-        self._settings.enter(self._kernel)
-        self._threads.put()
-        if self._cuda is not None:
-            self._cuda.put()
+        for change in self._changes:
+            change.put()
         sys.meta_path.insert(0, self._finder)
         for name in self._kernel.modules:
             if name != "__main__":  # there always is one
@@ -201,12 +174,8 @@ class Processes:
     def _leave(self) -> None:
         """Switch from the ranks to the notebook."""
         assert self._kernel is not None
-        if self._cuda is not None:
-            self._cuda.take_back()
-        self._threads.take_back()
-        self._hooks.take_back()
-        self._kernels.leave()
-        self._settings.leave()
+        for change in reversed(self._changes):
+            change.take_back()
         if self._finder in sys.meta_path:  # Ctrl-C may have interrupted an earlier call
             sys.meta_path.remove(self._finder)
         notebooks = self._kernel.environ
@@ -217,29 +186,22 @@ class Processes:
 
     # --- initial states ------------------------------------------------------------------------------------------
 
-    def _notebook(self) -> Process:
-        numpys = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        process = Process(c10d._world, environ_data(), sys.argv, numpys, python_random.get())
-        process.locks = import_locks()
+    def _notebook(self, values: list[Any]) -> Process:
+        process = Process(values)
         if self.is_fresh:
             process.modules = {
                 name: module for name, module in list(sys.modules.items())
                 if name == "__main__" or _is_users(getattr(module, "__spec__", None), self.folders)
             }  # fmt: skip
-        process.take_of_libraries()
-        process.hooks = module_hooks()
         return process
 
     def _rank(self, rank: int, kernel: Process) -> Process:
-        environ = dict(kernel.environ)
+        environ, argv = dict(kernel.environ), list(sys.argv if self._argv is None else self._argv)
         for name, value in self._variables(rank).items():
             environ[os.environ.encodekey(name)] = os.environ.encodevalue(value)  # type: ignore[attr-defined]
         seeds = np.random.SeedSequence(self.seed, spawn_key=(rank, 1))
         pythons = PythonRandom(random.Random(int(seeds.generate_state(1, np.uint64)[0]))).get()
-        argv = list(kernel.argv if self._argv is None else self._argv)
-        process = Process(None, environ, argv, np.random.MT19937(seeds), pythons)
-        process.handlers = None if kernel.handlers is None else dict(kernel.handlers)
-        return process
+        return Process([environ, argv, np.random.MT19937(seeds), pythons])
 
     def _variables(self, rank: int) -> Mapping[str, str]:
         """The environment variables that torchrun sets."""
@@ -258,22 +220,23 @@ class Processes:
         """A context around the program of one rank, in its thread."""
         process = self.ranks[member.rank]
         vars(current_thread())["_daemonic"] = False  # threads that it starts are no daemons either, by default
-        c10d._world = process.world = Groups(member, self._shared, self.is_joined, self._dims)
+        groups: Any = Groups(member, self._shared, self.is_joined, self._dims)
+        c10d._world = groups
         try:
             with nullcontext() if self._cuda is None else self._cuda.mode():
                 yield
             member.await_threads()
-            for group in list(process.world.pg_map):
+            for group in list(groups.pg_map):
                 while group.unfinished:  # started but never waited for: it must still end
                     group.unfinished[0].wait()
         finally:
             c10d_C._unregister_all_process_groups()
-            process.world = None
+            process.values[len(_OF_EACH)] = None  # frees the groups
 
     @contextmanager
     def _beside(self, member: SimulatedRank) -> Iterator[None]:
         """A context around a thread that the program of a rank has started, in that thread."""
-        groups: Groups = self.ranks[member.rank].world
+        groups: Any = c10d._world
         for seat in (member.seat, member.seat.home):
             seat.begins = groups.register
         groups.register()

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from tplab.torch.distributed.asked import Method, methods_of, several
-from tplab.torch.distributed.blocking import taking_turns
-from tplab.torch.distributed.group import AnyMessage, Group
+from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.identity import number_of
-from tplab.torch.distributed.replaced import Replaced, Value
+from tplab.torch.distributed.replaced import Replaced, Value, on_ranks
 from tplab.torch.distributed.work import Several, Started
 from tplab.torch.private import DispatchMode, KinetoEvent, ThreadProfiler, dispatch_modes
+from tplab.torch.ranks.simulated import SimulatedRank
 
 
 class Results:
@@ -111,29 +111,26 @@ class Profiling:
         self._recordings: dict[int, _Recording] = {}
         self._watched = Replaced()
         kind = profiler.profile
-        self._prepare, self._start = kind._prepare_trace, kind._start_trace
-        self._disable, self._stopped = profiler._disable_profiler, profiler._run_on_profiler_stop
-        self._add_metadata: Any = torch.autograd._add_metadata_json  # type: ignore[attr-defined]
+        self._stopped = profiler._run_on_profiler_stop
         self.attributes: list[Value] = [
-            (kind, "_prepare_trace", lambda profile: self._prepared(profile)),
-            (kind, "_start_trace", lambda profile: self._started(profile)),
-            (profiler, "_disable_profiler", self._ended),
+            on_ranks(kind, "_prepare_trace")(self._prepared),
+            on_ranks(kind, "_start_trace")(self._started),
+            on_ranks(profiler, "_disable_profiler")(self._ended),
             (profiler, "_run_on_profiler_stop", self._has_stopped),
-            (torch.autograd, "_add_metadata_json", self._noted),
+            on_ranks(torch.autograd, "_add_metadata_json")(self._noted),
         ]
 
-    def _prepared(self, profile: Any) -> None:
-        if _is_one_of_several():
+    def _prepared(self, rank: SimulatedRank, own: Any, profile: Any) -> None:
+        if rank.mesh.size == 1:
+            own(profile)
+        else:
             profile.entered = True
             profile.config(create_trace_id=True)
-        else:
-            self._prepare(profile)
 
-    def _started(self, profile: Any) -> None:
-        if not _is_one_of_several():
-            return self._start(profile)
-        rank = taking_turns()
-        assert rank is not None
+    def _started(self, rank: SimulatedRank, own: Any, profile: Any) -> None:
+        if rank.mesh.size == 1:
+            own(profile)
+            return
         profile.entered = True
         ThreadProfiler.start(profile)
         profiler._run_on_profiler_start()
@@ -141,12 +138,11 @@ class Profiling:
         if len(self._recordings) == 1:
             self._watch()
         profile.profiling_start_time_ns = time.perf_counter_ns()
-        return None
 
-    def _ended(self) -> Any:
+    def _ended(self, rank: SimulatedRank, own: Any) -> Any:
         recording = self._recordings.pop(get_ident(), None)
         if recording is None:
-            return self._disable()
+            return own()
         if not self._recordings:
             self._watched.take_back()
         began, *events = events_of(ThreadProfiler.stop(), recording.silences)
@@ -160,10 +156,10 @@ class Profiling:
         if not self._recordings:
             self._stopped()
 
-    def _noted(self, key: str, value: str) -> None:
+    def _noted(self, rank: SimulatedRank, own: Any, key: str, value: str) -> None:
         recording = self._recordings.get(get_ident())
         if recording is None:
-            self._add_metadata(key, value)
+            own(key, value)
         else:
             recording.metadata[key] = json.loads(value)
 
@@ -189,20 +185,13 @@ class Profiling:
             recording.notes.append(note)
             work = recording.noting(note, method)(group, *args, **kwargs)
             last = work.last if isinstance(work, Several) else work
-            if isinstance(last, AnyMessage):
-                last.wait = recording.noting(note, last.wait)
-            elif isinstance(last, Started) and not last.is_done:
+            if isinstance(last, Started) and not last.is_done:
                 last._finish, last.get_future = (
                     recording.noting(note, method) for method in (last._finish, last.get_future)
                 )
             return work
 
         return noted
-
-
-def _is_one_of_several() -> bool:
-    rank = taking_turns()
-    return rank is not None and rank.mesh.size > 1
 
 
 def _shapes(inputs: Any) -> list[list[int]]:

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
-from tplab.torch.distributed.blocking import taking_turns
-from tplab.torch.distributed.replaced import Value
+from tplab.torch.distributed.replaced import Value, taking_turns
 from tplab.torch.private import c10d_C, no_dispatch
 
 _DEFAULT_SECONDS = 1800.0
@@ -52,8 +51,8 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
         raise RuntimeError(f"[Rank {position}]: Rank {position} timed out in monitoredBarrier after 0 ms.")
     number, group.num_monitored = group.num_monitored, group.num_monitored + 1
     groups: Any = c10d._world
-    come: dict[Any, bytes] = groups.shared.others["monitored_barrier", group.name_, number].values
-    come[position] = b""
+    come: set[Any] = groups.shared.others["monitored_barrier", group.name_, number].arrived
+    come.add(position)
     here.look()
     what = f"monitored_barrier({group.label!r})"
     here.wait_until(lambda: len(come) == size or _FAILED in come, what, seconds, gives_up=True)
@@ -62,7 +61,7 @@ def monitored_barrier(group: Any, timeout: timedelta | float | None, wait_all_ra
         return True
     said = f"[Rank {position}]: "
     if position == 0:
-        come[_FAILED] = b""
+        come.add(_FAILED)
         here.look()
         named = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks and missing[1:] else f"Rank {missing[0]}"
         raise RuntimeError(f"{said}{named} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms")

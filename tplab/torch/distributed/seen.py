@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tplab.torch.distributed.asked import methods_of, several
-from tplab.torch.private import DispatchMode, dispatch_modes, no_dispatch, num_modes, pop_mode, push_mode
+from tplab.torch.private import DispatchMode, dispatch_modes, no_dispatch, num_modes, put_modes
 from tplab.torch.ranks.rank import Lines
 from tplab.torch.ranks.simulated import SimulatedRank
 
@@ -109,18 +109,11 @@ def _is_programs(mode: Any) -> bool:
 def _modes(stack: Sequence[Any]) -> Iterator[None]:
     """A context with only these modes, innermost last."""
     before = dispatch_modes()
-    _replace(stack)
+    put_modes(stack)
     try:
         yield
     finally:
-        _replace(before)
-
-
-def _replace(stack: Sequence[Any]) -> None:
-    while num_modes():
-        pop_mode(None)
-    for mode in stack:
-        push_mode(mode)
+        put_modes(before)
 
 
 def _stand_in(op: Any, call: Callable[..., Any]) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -30,8 +31,8 @@ class Shared:
 
     def __init__(self) -> None:
         self.groups: dict[tuple[int, str], Made] = {}
-        self.values: dict[str, bytes] = {}
-        self.queues: defaultdict[str, deque[bytes]] = defaultdict(deque)
+        self.store = dist.HashStore()
+        self.arrived: set[Any] = set()  # at a barrier
         self.others: defaultdict[Any, Shared] = defaultdict(Shared)
 
 
@@ -40,71 +41,25 @@ class Store(dist.Store):
 
     def __init__(self, shared: Shared, member: SimulatedRank):
         super().__init__()
-        self._values, self._queues, self._member = shared.values, shared.queues, member
-
-    def set(self, key: str, value: Any) -> None:
-        self._values[key] = _as_bytes(value)
-        self._member.here().look()
+        self._shared, self._member = shared.store, member
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._values[key]
-
-    def add(self, key: str, amount: int) -> int:
-        total = int(self._values.get(key, b"0")) + amount
-        self.set(key, str(total))
-        return total
-
-    def append(self, key: str, value: Any) -> None:
-        self.set(key, self._values.get(key, b"") + _as_bytes(value))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        if not (are_there := self._has(keys)):
-            self._member.here().looked_in_vain(repr(keys), "check of the store")
-        return are_there
-
-    def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        found = self._values.get(key)
-        if found == _as_bytes(expected) or (found is None and not _as_bytes(expected)):
-            self.set(key, desired)
-            return _as_bytes(desired)
-        return found if found is not None else _as_bytes(expected)
+        return self._shared.get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        return len(self._values)
-
-    def list_keys(self) -> list[str]:
-        return list(self._values)
-
-    def queue_push(self, key: str, value: Any) -> None:
-        self._queues[key].append(_as_bytes(value))
-        self._member.here().look()
+    def check(self, keys: Sequence[str]) -> bool:
+        if not (are_there := self._shared.check([*keys])):
+            self._member.here().looked_in_vain(repr(keys), "check of the store")
+        return are_there
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        queue = self._queues[key]
-        if not block and not queue:
-            raise dist.QueueEmptyError("queue is empty")  # torch's words
-        while not queue:
-            self._member.here().wait_until(lambda: bool(queue), f"the store, for something in the queue {key!r},")
-        return queue.popleft()
-
-    def queue_len(self, key: str) -> int:
-        return len(self._queues[key])
-
-    deleteKey, getNumKeys = delete_key, num_keys  # a PrefixStore calls them by their C++ names
+        while block and not self._shared.queue_len(key):
+            what = f"the store, for something in the queue {key!r},"
+            self._member.here().wait_until(lambda: self._shared.queue_len(key) > 0, what)
+        return self._shared.queue_pop(key, block)
 
     def has_extended_api(self) -> bool:
         return True
@@ -113,7 +68,8 @@ class Store(dist.Store):
         """Raises DistStoreError, as torch does, if the program gives a timeout and no rank can set the keys."""
         seconds = None if timeout is None or timeout >= _DEFAULT_TIMEOUT else timeout.total_seconds()
         what = f"the store, for {', '.join(map(repr, keys))},"
-        if not self._member.here().wait_until(lambda: self._has(keys), what, seconds, gives_up=seconds is not None):
+        are_there = partial(self._shared.check, [*keys])
+        if not self._member.here().wait_until(are_there, what, seconds, gives_up=seconds is not None):
             raise dist.DistStoreError(f"wait timeout after {1000 * (seconds or 0):.0f}ms, keys: {', '.join(keys)}")
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -121,6 +77,24 @@ class Store(dist.Store):
 
     def clone(self) -> Store:
         return self
+
+
+def _passed_on(name: str, wakes: bool) -> Callable[..., Any]:
+    def method(self: Store, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self._shared, name)(*args, **kwargs)
+        if wakes:  # a rank may wait for this
+            self._member.here().look()
+        return found
+
+    return method
+
+
+for _name in ("set", "add", "append", "compare_set", "multi_set", "queue_push"):
+    setattr(Store, _name, _passed_on(_name, wakes=True))
+for _name in ("delete_key", "num_keys", "list_keys", "queue_len"):
+    setattr(Store, _name, _passed_on(_name, wakes=False))
+for _name, _its in (("deleteKey", "delete_key"), ("getNumKeys", "num_keys")):
+    setattr(Store, _name, getattr(Store, _its))  # a PrefixStore calls them by their C++ names
 
 
 class PrefixStore(dist.PrefixStore):
@@ -171,7 +145,3 @@ _DEFAULT_TIMEOUT = timedelta(minutes=5)
 def _of_this_rank() -> tuple[SimulatedRank, defaultdict[Any, Shared]]:
     groups: Any = c10d._world
     return groups.member, groups.shared.others
-
-
-def _as_bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from tplab.torch.distributed.blocking import BLOCKING, SimpleQueue, taking_turns
-from tplab.torch.distributed.replaced import Replaced
+from tplab.torch.distributed.blocking import BLOCKING, SimpleQueue
+from tplab.torch.distributed.replaced import Replaced, on_ranks
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import enter, leave
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -24,7 +24,6 @@ from tplab.torch.ranks.turns import Released
 from tplab.torch.ranks.watcher import Listener, watcher
 
 Inside = Callable[[SimulatedRank], AbstractContextManager[None]]
-_start = threading.Thread.start
 
 
 class Threads:
@@ -35,7 +34,7 @@ class Threads:
 
     def __init__(self, beside: Inside):
         self._beside = beside
-        self._replaced = Replaced([*BLOCKING, (threading.Thread, "start", lambda thread: self._started(thread))])
+        self._replaced = Replaced([*BLOCKING, on_ranks(threading.Thread, "start")(self._started)])
         self._had_filter = False
 
     def put(self) -> None:
@@ -49,14 +48,11 @@ class Threads:
         if not self._had_filter:
             logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
 
-    def _started(self, thread: Any) -> None:
-        """`threading.Thread.start`."""
-        rank = taking_turns()
-        if rank is None:
-            return _start(thread)
+    def _started(self, rank: SimulatedRank, own: Any, thread: Any) -> None:
         if not _belongs_to_program(thread) or thread.ident is not None:
             rank.seat.turns.watches.outsiders.add(thread)
-            return _start(thread)
+            own(thread)
+            return
         other = rank.beside(thread)
         seat, turns = other.seat, rank.seat.turns
         listeners = [one for one in watcher().listeners if one.follows_threads]
@@ -65,7 +61,7 @@ class Threads:
         thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, listeners))
         rank.waits_as_always = True  # until the new thread runs, which is before its turn
         try:
-            _start(thread)
+            own(thread)
         except BaseException:
             turns.leave(seat)
             raise
@@ -77,7 +73,7 @@ class Threads:
         del thread.run
         enter(rank)
         try:
-            with rank.world.inherited(), self._beside(rank):
+            with rank.world.inherited.state(), self._beside(rank):
                 for one in listeners:
                     watcher().add(one)
                 rank.start_watching()

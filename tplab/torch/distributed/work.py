@@ -19,7 +19,11 @@ _PATIENCE = 100  # questions
 
 
 class Work(c10d_C.Work):
-    """A request to a process group."""
+    """A request to a process group, with the tensors that get its results. Here it is completed."""
+
+    def __init__(self, *results: Tensor):
+        super().__init__()
+        self._results = results
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -27,8 +31,7 @@ class Work(c10d_C.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return True
@@ -47,22 +50,14 @@ class Work(c10d_C.Work):
 
     def result(self) -> list[Tensor]:
         self.wait()
-        return []
+        return [*self._results]
 
     def get_future(self) -> Future[Any]:
-        self.wait()
         return _done(self.result())
 
 
 class Taken(Work):
     """Completed work whose results have been written. DistributedDataParallel reads those of sparse gradients."""
-
-    def __init__(self, *results: Tensor):
-        super().__init__()
-        self._results = results
-
-    def result(self) -> list[Tensor]:
-        return [*self._results]
 
 
 class Started(Work):
@@ -85,11 +80,11 @@ class Started(Work):
         source: int = -1,
         queue: deque[Started] | None = None,
     ):
-        super().__init__()
+        super().__init__(*into)
         self._member, self._queue = member, queue
         if queue is not None:
             queue.append(self)
-        self._pending, self._x, self._take, self._into, self._source = pending, x, take, into, source
+        self._pending, self._x, self._take, self._source = pending, x, take, source
         self.is_done = self._is_finishing = False
         self._has_data = False
         self._num_asked = 0
@@ -134,10 +129,6 @@ class Started(Work):
     def _source_rank(self) -> int:
         return self._source
 
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return [*self._into]
-
     def get_future(self) -> Future[Any]:
         """A completed future with the result. torch's C++ code waits for futures where no other rank could take its
         turn, so the data is fetched now. In a backward pass the rank's clock continues: it waits at the end of the
@@ -147,24 +138,21 @@ class Started(Work):
         else:
             self._write(self._member.here().fetch(self._pending))
             at_end_of_backward(self.wait)
-        return _done([*self._into])
+        return _done([*self._results])
 
 
 class Several(Work):
     """Several collectives of one group as one. Waiting for the last one waits for all before it."""
 
     def __init__(self, works: Sequence[Work]):
-        super().__init__()
-        self._works, self.last = works, works[-1]
+        super().__init__(*(x for work in works for x in work._results))
+        self.last = works[-1]
 
     def wait(self, timeout: Any = None) -> bool:
         return self.last.wait()
 
     def is_completed(self) -> bool:
         return self.last.is_completed()
-
-    def result(self) -> list[Tensor]:
-        return [x for work in self._works for x in work.result()]
 
 
 def _done(result: list[Tensor]) -> Future[Any]:

@@ -7,7 +7,7 @@ would give part of each score, and the softmax of a sum is not the sum of softma
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tplab.errors import one_of
@@ -15,6 +15,7 @@ from tplab.mesh import Axis
 from tplab.models.checks import SequenceScheme, check_attention_input, check_heads
 from tplab.sequence import LayoutName
 from tplab.torch.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
+from tplab.torch.layers.parameters import Layer
 from tplab.torch.layers.sequence_attention import gather_attention, head_attention, ring_attention
 from tplab.torch.ranks.rank import this_rank
 
@@ -22,7 +23,7 @@ SCHEMES = {"ring": ring_attention, "gather": gather_attention, "head": head_atte
 """Attention over the ranks of a context axis."""
 
 
-class ParallelSelfAttention(nn.Module):
+class ParallelSelfAttention(Layer):
     """y = output(softmax(q k^T / sqrt(d)) v), where each rank of `axis` (R ranks) has H/R of the heads.
 
     x [B, S, D]   query.weight [H d/R, D]   key.weight, value.weight [K d/R, D]   output.weight [D, H d/R]   d = D/H
@@ -85,9 +86,3 @@ class ParallelSelfAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """[B, S, heads d] -> [B, heads, S, d]"""
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.width}, {self.num_heads}, {self.axis!r}, num_kv_heads={self.num_kv_heads}, causal={self.causal}, "
-            f"sequence_dim={self.sequence_dim}"
-        )

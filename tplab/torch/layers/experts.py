@@ -16,13 +16,13 @@ from tplab.sharding import P
 from tplab.torch.comm.collectives import axis_size
 from tplab.torch.comm.regions import copy_to, reduce_from
 from tplab.torch.layers.dispatch import Level, gathered, local, per_choice, per_rank
-from tplab.torch.layers.linear import share
-from tplab.torch.layers.parameters import drawn_uniform, note_cuts
+from tplab.torch.layers.linear import activated, share
+from tplab.torch.layers.parameters import Layer, drawn_uniform, note_cuts
 from tplab.torch.layers.router import Routed, Router
 from tplab.torch.private import no_dispatch
 
 
-class ParallelExperts(nn.Module):
+class ParallelExperts(Layer):
     """E MLPs without biases, of which each rank of `axis` (R ranks) holds E/R: expert e is on rank e // (E/R).
 
     x [T, D], this rank's own tokens   Routed, what the router chose for them   ->   y [T, D]
@@ -109,12 +109,6 @@ class ParallelExperts(nn.Module):
         each = zip(rows.split(list(counts)), self.up, self.down, gates, strict=True)
         return torch.cat([mlp(x, up, down, gate, self.activation) for x, up, down, gate in each])
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.width}, {self.hidden}, {self.routing}, {self.axis!r}, activation={self.activation!r}, "
-            f"dispatch={self.dispatch!r}, tensor_axis={self.tensor_axis!r}, same_tokens={self.same_tokens}"
-        )
-
 
 def _equally_often(tokens: int, rule: Routing) -> Tensor:
     """Choices [T, k] to replace those of meta tensors: each expert is chosen equally often, give or take one."""
@@ -185,9 +179,4 @@ class MixtureOfExperts(nn.Module):
 
 def mlp(x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str) -> Tensor:
     """x [N, D]   up [H, D]   down [D, H]   gate [H, D]   ->   [N, D]. With a gate it is SwiGLU."""
-    hidden = F.linear(x, up)
-    if gate is not None:
-        hidden = F.silu(F.linear(x, gate)) * hidden
-    else:
-        hidden = F.gelu(hidden, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return F.linear(hidden, down)
+    return F.linear(activated(F.linear(x, up), None if gate is None else F.linear(x, gate), activation), down)

@@ -31,11 +31,11 @@ from tplab.models.checks import (
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, all_reduce, reduce_scatter
 from tplab.torch.comm.regions import copy_to, gather_from, scatter_to
-from tplab.torch.layers.parameters import drawn_uniform, note_cuts
+from tplab.torch.layers.parameters import Layer, drawn_uniform, note_cuts
 from tplab.torch.ranks.rank import this_rank
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Layer):
     """y = x W^T + b, where each rank of `axis` (R ranks) has some of the output features.
 
     x [..., D], the same on every rank   weight [F/R, D]   bias [F/R]   ->   y [..., F/R]: this rank's features
@@ -75,14 +75,8 @@ class ColumnParallelLinear(nn.Module):
         check_column_input(x.shape, self.in_features, self.axis)
         return F.linear(x, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_features}, {self.out_features}, {self.axis!r}, bias={self.bias is not None}, "
-            f"gather_output={self.gather_output}, sequence_dim={self.sequence_dim}"
-        )
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Layer):
     """y = x W^T + b, where each rank of `axis` (R ranks) has some of the input features.
 
     x [..., F/R], this rank's features   weight [D, F/R]   bias [D]   ->   y [..., D], the same on every rank
@@ -129,13 +123,6 @@ class RowParallelLinear(nn.Module):
         y = leave(part, self.axis, self.sequence_dim)
         return y if self.bias is None else y + shared(self.bias, None if self.sequence_dim is None else self.axis)
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_features}, {self.out_features}, {self.axis!r}, bias={self.bias is not None}, "
-            f"input_is_parallel={self.input_is_parallel}, sequence_dim={self.sequence_dim}, "
-            f"reduce_output={self.reduce_output}"
-        )
-
 
 class ParallelMLP(nn.Module):
     """Two linear layers and the nonlinearity between them; each rank of `axis` has some of the hidden features.
@@ -172,15 +159,18 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = enter(x, self.axis, self.sequence_dim)  # once, for gate and up together
-        hidden = self.up.features(x)
-        if self.activation == "swiglu":
-            hidden = F.silu(self.gate.features(x)) * hidden
-        else:
-            hidden = F.gelu(hidden, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        return self.down(hidden)
+        gate = self.gate.features(x) if self.activation == "swiglu" else None
+        return self.down(activated(self.up.features(x), gate, self.activation))
 
 
 # --- shared by the layers of this package ----------------------------------------------------------------------------
+
+
+def activated(hidden: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """The nonlinearity between the two layers of an MLP; with a gate it is SwiGLU."""
+    if gate is not None:
+        return F.silu(gate) * hidden
+    return F.gelu(hidden, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def enter(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:

@@ -50,54 +50,79 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # Only the innermost hooks are called: these pass on to the outer ones.
-        outer = saved_hooks(True)
-        pack_on, unpack_on = outer or (lambda x: x, lambda x: x)
         pieces: dict[Any, _Regathered] = {}
 
-        def pack(x: Tensor) -> Any:
+        def find(x: Tensor, outer: Any) -> tuple[_Regathered, int, int] | None:
             whole = _whole(x)
             exchange = getattr(whole.grad_fn, "exchange", None)
             if exchange is None or exchange.call.op != "all_gather" or not whole.is_contiguous():
-                return pack_on(x)
+                return None
             if exchange not in pieces:
-                pieces[exchange] = _Regathered(exchange.call, exchange.sizes, whole.detach(), pack_on, unpack_on)
-            pieces[exchange].num_uses += 1
-            return pieces[exchange], x.shape, x.stride(), x.storage_offset() - whole.storage_offset()
+                pieces[exchange] = _Regathered(exchange.call, exchange.sizes, whole.detach(), outer)
+            return pieces[exchange], 0, int(x.storage_offset() - whole.storage_offset())
 
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, tuple) and isinstance(kept[0], _Regathered):
-                piece, *view = kept
-                return piece.gathered().as_strided(*view)
-            return unpack_on(kept)
-
-        with saved_tensors_hooks(pack, unpack):
+        with made_again(find):
             return fn(*args, **kwargs)
 
     return wrapped
 
 
-class _Regathered:
-    """This rank's piece of a gathered tensor. Once gathered again, the whole is kept until its last use."""
+class Again:
+    """Tensors that are not kept for the backward pass: made again when they are first needed there, and freed after
+    their last use. `num_kept` counts how often autograd would have saved one of them."""
 
-    def __init__(
-        self, call: Call, sizes: tuple[int, ...], whole: Tensor, pack: Callable[..., Any], unpack: Callable[..., Any]
-    ):
+    num_kept = num_served = 0
+    wholes: list[Tensor] | None = None
+
+    def make(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def again(self) -> list[Tensor]:
+        if self.wholes is None:
+            with torch.no_grad():
+                self.wholes = self.make()
+        wholes = self.wholes
+        self.num_served += 1
+        if self.num_served % self.num_kept == 0:
+            self.wholes = None
+        return wholes
+
+
+def made_again(find: Callable[[Tensor, Any], tuple[Again, int, int] | None]) -> saved_tensors_hooks:
+    """Hooks under which autograd keeps only how tensors are used that can be made again.
+
+    find   (a tensor, outer hooks) -> what makes it again, its place among what this makes, and where it begins there.
+           Only the innermost hooks are called: these pass on to the outer ones
+    """
+    outer: tuple[Callable[..., Any], Callable[..., Any]] = saved_hooks(True) or (lambda x: x, lambda x: x)
+
+    def pack(x: Tensor) -> Any:
+        found = find(x, outer)
+        if found is None:
+            return outer[0](x)
+        source, place, offset = found
+        source.num_kept += 1
+        return source, place, x.shape, x.stride(), offset
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, tuple) and isinstance(kept[0], Again):
+            source, place, *view = kept
+            return source.again()[place].as_strided(*view)
+        return outer[1](kept)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+class _Regathered(Again):
+    """This rank's piece of a gathered tensor."""
+
+    def __init__(self, call: Call, sizes: tuple[int, ...], whole: Tensor, outer: Any):
         (dim,), index = call.params, call.place.index
         piece = whole.narrow(dim, sum(sizes[:index]), sizes[index]).clone(memory_format=torch.contiguous_format)
-        self.call, self.kept, self.unpack = call, pack(piece), unpack
-        self.num_uses = self.num_served = 0
-        self.whole: Tensor | None = None
+        self.call, self.kept, self.unpack = call, outer[0](piece), outer[1]
 
-    def gathered(self) -> Tensor:
-        if self.whole is None:
-            with torch.no_grad():
-                self.whole = do(self.call, self.unpack(self.kept)).contiguous()
-        whole = self.whole
-        self.num_served += 1
-        if self.num_served % self.num_uses == 0:
-            self.whole = None
-        return whole
+    def make(self) -> list[Tensor]:
+        return [do(self.call, self.unpack(self.kept)).contiguous()]
 
 
 def _whole(x: Tensor) -> Tensor:

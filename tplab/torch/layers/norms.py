@@ -21,11 +21,42 @@ from tplab.models.checks import check_norm_input
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.comm.regions import copy_to
 from tplab.torch.layers.linear import share, shared
-from tplab.torch.layers.parameters import note_cuts
+from tplab.torch.layers.parameters import Layer, note_cuts
 from tplab.torch.ranks.rank import this_rank
 
 
-class LayerNorm(nn.Module):
+class _Norm(Layer):
+    """What the four norms share: `weight` begins with ones, `bias` with zeros. A norm with a bias centres x.
+
+    axis            the ranks that each hold some of the features; None: every rank holds all of them
+    sequence_axis   the ranks over which gradients of the parameters are summed
+    """
+
+    has_bias = True
+
+    def __init__(self, width: int, eps: float, axis: Axis | None, sequence_axis: Axis | None):
+        super().__init__()
+        self.width, self.eps, self.axis, self.sequence_axis = width, eps, axis, sequence_axis
+        if sequence_axis is not None:
+            this_rank().place(sequence_axis)  # so that an unknown axis raises here
+        self.num_here = width if axis is None else share(width, axis, "width")
+        self.weight = nn.Parameter(torch.ones(self.num_here))
+        self.bias = nn.Parameter(torch.zeros(self.num_here)) if self.has_bias else None
+        if axis is not None:
+            note_cuts(self, axis, *(name for name, _ in self.named_parameters()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_norm_input(type(self).__name__, x.shape, self.num_here, self.width)
+        weight = shared(self.weight, self.sequence_axis)
+        bias = None if self.bias is None else shared(self.bias, self.sequence_axis)
+        if self.axis is not None:
+            return _over_ranks(x, weight, bias, self.width, self.axis, self.eps)
+        if bias is None:
+            return F.rms_norm(x, (self.width,), weight, self.eps)
+        return F.layer_norm(x, (self.width,), weight, bias, self.eps)
+
+
+class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(variance + eps) * weight + bias, over the last dim.
 
     x [..., D]   weight, bias [D], the same on every rank   ->   y [..., D]
@@ -33,42 +64,23 @@ class LayerNorm(nn.Module):
     """
 
     def __init__(self, width: int, *, eps: float = 1e-5, sequence_axis: Axis | None = None):
-        super().__init__()
-        self.width, self.eps, self.sequence_axis = width, eps, sequence_axis
-        _check_axis(sequence_axis)
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_norm_input("LayerNorm", x.shape, self.width, self.width)
-        weight, bias = shared(self.weight, self.sequence_axis), shared(self.bias, self.sequence_axis)
-        return F.layer_norm(x, (self.width,), weight, bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.width}, eps={self.eps}, sequence_axis={self.sequence_axis!r}"
+        super().__init__(width, eps, None, sequence_axis)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dim (Zhang & Sennrich 2019).
 
     x [..., D]   weight [D], the same on every rank   ->   y [..., D]
     backward  nothing is sent; with sequence_axis an all_reduce of dweight, 2(R-1)/R of D
     """
 
+    has_bias = False
+
     def __init__(self, width: int, *, eps: float = 1e-6, sequence_axis: Axis | None = None):
-        super().__init__()
-        self.width, self.eps, self.sequence_axis = width, eps, sequence_axis
-        _check_axis(sequence_axis)
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_norm_input("RMSNorm", x.shape, self.width, self.width)
-        return F.rms_norm(x, (self.width,), shared(self.weight, self.sequence_axis), self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.width}, eps={self.eps}, sequence_axis={self.sequence_axis!r}"
+        super().__init__(width, eps, None, sequence_axis)
 
 
-class ParallelLayerNorm(nn.Module):
+class ParallelLayerNorm(_Norm):
     """LayerNorm over D features of which each rank of `axis` (R ranks) holds some.
 
     x [..., D/R]   weight, bias [D/R]   ->   y [..., D/R]
@@ -77,24 +89,10 @@ class ParallelLayerNorm(nn.Module):
     """
 
     def __init__(self, width: int, axis: Axis, *, eps: float = 1e-5):
-        super().__init__()
-        self.width, self.axis, self.eps = width, axis, eps
-        num_here = share(width, axis, "width")
-        self.weight, self.bias = nn.Parameter(torch.ones(num_here)), nn.Parameter(torch.zeros(num_here))
-        note_cuts(self, axis, "weight", "bias")
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_norm_input("ParallelLayerNorm", x.shape, self.weight.shape[0], self.width)
-        wide = _wide(x)
-        centred = wide - _mean(wide, self.width, self.axis)
-        variance = _mean(centred.square(), self.width, self.axis)
-        return (centred * (variance + self.eps).rsqrt() * self.weight + self.bias).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.width}, {self.axis!r}, eps={self.eps}"
+        super().__init__(width, eps, axis, None)
 
 
-class ParallelRMSNorm(nn.Module):
+class ParallelRMSNorm(_Norm):
     """RMSNorm over D features of which each rank of `axis` (R ranks) holds some.
 
     x [..., D/R]   weight [D/R]   ->   y [..., D/R]
@@ -102,19 +100,18 @@ class ParallelRMSNorm(nn.Module):
     backward  the same
     """
 
+    has_bias = False
+
     def __init__(self, width: int, axis: Axis, *, eps: float = 1e-6):
-        super().__init__()
-        self.width, self.axis, self.eps = width, axis, eps
-        self.weight = nn.Parameter(torch.ones(share(width, axis, "width")))
-        note_cuts(self, axis, "weight")
+        super().__init__(width, eps, axis, None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        check_norm_input("ParallelRMSNorm", x.shape, self.weight.shape[0], self.width)
-        wide = _wide(x)
-        return (wide * (_mean(wide.square(), self.width, self.axis) + self.eps).rsqrt() * self.weight).to(x.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.width}, {self.axis!r}, eps={self.eps}"
+def _over_ranks(x: Tensor, weight: Tensor, bias: Tensor | None, width: int, axis: Axis, eps: float) -> Tensor:
+    wide = _wide(x)
+    if bias is not None:
+        wide = wide - _mean(wide, width, axis)
+    y = wide * (_mean(wide.square(), width, axis) + eps).rsqrt() * weight
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -124,11 +121,6 @@ def _wide(x: Tensor) -> Tensor:
 def _mean(x: Tensor, width: int, axis: Axis) -> Tensor:
     """The mean over the features of all ranks, for each rank's use on its own features."""
     return copy_to(all_reduce(x.sum(-1, keepdim=True), axis) / width, axis)
-
-
-def _check_axis(axis: Axis | None) -> None:
-    if axis is not None:
-        this_rank().place(axis)
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tplab.rings import DIRECTIONS, Direction, async_weight
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_gather, axis_index, axis_size, reduce_scatter
 from tplab.torch.layers.linear import share
-from tplab.torch.layers.parameters import drawn_piece, drawn_uniform, note_cuts
+from tplab.torch.layers.parameters import Layer, drawn_piece, drawn_uniform, note_cuts
 from tplab.torch.layers.ring_matmul import AllGatherMatmul, MatmulReduceScatter, Ring, applied, ring_of
 
 Mode = Literal["gather", "scatter", "none"]
@@ -61,7 +61,7 @@ def matmul_reduce_scatter(
     return applied(MatmulReduceScatter, x, weight, None, ring, dim)
 
 
-class AsyncLinear(nn.Module):
+class AsyncLinear(Layer):
     """y = x W^T + b between features that are sharded over `axis` (R ranks) on both sides, overlapped.
 
     x [..., D/R]   weight [R, F/R, D/R], in the order of the ring   bias [F/R]   ->   y [..., F/R]: this rank's features
@@ -117,14 +117,8 @@ class AsyncLinear(nn.Module):
         ring = Ring(self.mode, self.axis, self.direction, size, is_stacked=True)
         return applied(function, x, self.weight, self.bias, ring, -1)
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_features}, {self.out_features}, {self.axis!r}, mode={self.mode!r}, "
-            f"direction={self.direction!r}, bias={self.bias is not None}"
-        )
 
-
-class BlockingLinear(nn.Module):
+class BlockingLinear(Layer):
     """The same function as AsyncLinear, with one collective and one product. Tests compare the two.
 
     x [..., D/R]   bias [F/R]   ->   y [..., F/R]
@@ -151,8 +145,3 @@ class BlockingLinear(nn.Module):
             return F.linear(all_gather(x, self.axis, -1) if self.mode == "gather" else x, self.weight, self.bias)
         y = reduce_scatter(F.linear(x, self.weight), self.axis, -1)
         return y if self.bias is None else y + self.bias
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_features}, {self.out_features}, {self.axis!r}, mode={self.mode!r}, bias={self.bias is not None}"
-        )

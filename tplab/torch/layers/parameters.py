@@ -7,6 +7,7 @@ parameters have shapes and no numbers, and a model of any size is made at once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from tplab.mesh import Axis
 from tplab.pipeline.checks import mean_already
-from tplab.sharding import P, cut
+from tplab.sharding import P, held_by
 from tplab.torch.layers.draws import next_generator
 from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.rank import this_rank
@@ -23,6 +24,22 @@ Draw = Callable[..., Tensor]
 """torch.rand or torch.randn"""
 CUTS, _MEANS = "_cuts_by_tplab", "_means_by_tplab"
 """The attributes for what is noted in a module and, for one that is later used without it, in the parameter."""
+
+
+class Layer(nn.Module):
+    """A module that shows the arguments with which it was made: those without a default as they are, others by name."""
+
+    made_as: type[nn.Module] | None = None
+    """The class whose arguments are shown, if not its own."""
+
+    def extra_repr(self) -> str:
+        shown = []
+        for name, about in inspect.signature(self.made_as or type(self)).parameters.items():
+            if hasattr(self, name):
+                value = getattr(self, name)
+                value = value is not None if name == "bias" else value
+                shown.append(repr(value) if about.default is about.empty else f"{name}={value!r}")
+        return ", ".join(shown)
 
 
 def drawn_uniform(shape: Sequence[int], spec: P, bound: float) -> Tensor:
@@ -47,13 +64,9 @@ def drawn_piece(shape: Sequence[int], keep: Callable[[Tensor], Tensor], draw: Dr
 
 def piece_of(whole: Tensor, spec: P) -> Tensor:
     """This rank's piece. A dim that does not divide is cut into pieces of ceil(n / R); the last ones are smaller."""
-    rank = this_rank()
-    piece = whole
-    for dim, entry in enumerate(spec):
-        if entry is not None:
-            place = rank.place(entry)
-            rows = cut(whole.shape[dim], len(place.group), "ceil")[place.index]
-            piece = piece.narrow(dim, rows.start, len(rows))
+    rank, piece = this_rank(), whole
+    for dim, held in enumerate(held_by(whole.shape, spec, rank.mesh, rank.rank)):
+        piece = piece.narrow(dim, held.start, len(held))
     return piece.clone(memory_format=torch.contiguous_format)
 
 

@@ -14,7 +14,7 @@ from tplab.mesh import Axis
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce, axis_size
 from tplab.torch.layers.linear import shared
-from tplab.torch.layers.parameters import drawn_uniform
+from tplab.torch.layers.parameters import Layer, drawn_uniform
 
 
 class Routed(NamedTuple):
@@ -31,7 +31,7 @@ class Routed(NamedTuple):
     logits: Tensor
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Chooses k of E experts for each token, by the rule of `routing`. Every rank holds the whole router.
 
     x [..., D], T tokens   weight [E, D]   bias [E]   ->   Routed
@@ -65,9 +65,6 @@ class Router(nn.Module):
             total = weights.sum(-1, keepdim=True)
             weights = weights / total.masked_fill(total == 0, 1)
         return Routed(choices, weights * rule.scale, scores, logits)
-
-    def extra_repr(self) -> str:
-        return f"{self.width}, {self.routing}"
 
 
 def _chosen(scores: Tensor, rule: Routing) -> Tensor:

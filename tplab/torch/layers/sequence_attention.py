@@ -14,6 +14,7 @@ each sends and keeps, and which rank computes which tile; `attention_by_tiles` c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,34 +22,16 @@ import torch
 from torch import Tensor
 
 from tplab.mesh import Axis
-from tplab.sequence import (
-    AttentionMask,
-    LayoutName,
-    TokenLayout,
-    check_attention,
-    check_heads_to_share,
-    check_rope,
-    layout_of,
-    tiles_of,
-)
+from tplab.sequence import AttentionMask, LayoutName, TokenLayout, check_heads_to_share, check_rope, tiles_of
+from tplab.sequence.call import Call, over_axis, over_two_axes
 from tplab.torch.comm.collectives import all_to_all, axis_index, axis_size
 from tplab.torch.layers.attention_by_tiles import attend_by_tiles
 
+_over_axis, _over_two_axes = partial(over_axis, axis_size=axis_size), partial(over_two_axes, axis_size=axis_size)
 
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: Axis,
-    *,
-    layout: LayoutName | TokenLayout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+
+@_over_axis
+def ring_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Any:
     """softmax(scale q k^T) v over all tokens, where k and v travel around the ring of `axis` (p ranks).
 
     q [B, h, n, d]   k, v [B, g, n, d], of this rank's tokens   ->   o [B, h, n, d]; g divides h
@@ -63,25 +46,12 @@ def ring_attention(
     Raises ShapeError where the shapes, the layout or the documents do not fit, ValueError for a scale of 0 or less,
     NotImplementedError for dropout.
     """
-    factor = check_attention("ring_attention", q, k, v, scale, dropout)
-    tokens, mask = layout_of(layout, q.shape[2], axis_size(axis)), AttentionMask(causal, window, documents)
-    return attend_by_tiles(q, k, v, axis, tiles_of(tokens, mask)[axis_index(axis)], factor, return_lse)
+    tiles = tiles_of(call.layout, call.mask)[axis_index(axis)]
+    return attend_by_tiles(q, k, v, axis, tiles, call.scale, call.return_lse)
 
 
-def gather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: Axis,
-    *,
-    layout: LayoutName | TokenLayout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+@_over_axis
+def gather_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Any:
     """softmax(scale q k^T) v over all tokens, where each rank gathers k and v of all p ranks of `axis`.
 
     Shapes, arguments and errors are those of ring_attention.
@@ -89,25 +59,12 @@ def gather_attention(
     backward   all_gather of k and v once more, and reduce_scatter of dk and dv, in the dtype of k
     memory     k and v of all S tokens while one of the passes runs; between the passes only this rank's
     """
-    factor = check_attention("gather_attention", q, k, v, scale, dropout)
-    tokens, mask = layout_of(layout, q.shape[2], axis_size(axis)), AttentionMask(causal, window, documents)
-    return attend_by_tiles(q, k, v, axis, tiles_of(tokens, mask)[axis_index(axis)], factor, return_lse, gathers=True)
+    tiles = tiles_of(call.layout, call.mask)[axis_index(axis)]
+    return attend_by_tiles(q, k, v, axis, tiles, call.scale, call.return_lse, gathers=True)
 
 
-def head_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: Axis,
-    *,
-    layout: LayoutName | TokenLayout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+@_over_axis
+def head_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Any:
     """softmax(scale q k^T) v over all tokens, where each of the p ranks of `axis` computes h/p of the heads.
 
     Shapes and arguments are those of ring_attention; p divides h and g.
@@ -115,25 +72,11 @@ def head_attention(
     backward   the same of their gradients
     Raises ShapeError also where the ranks cannot share the heads.
     """
-    mask = AttentionMask(causal, window, documents)
-    return _by_heads("head_attention", q, k, v, axis, None, layout, mask, scale, dropout, return_lse)
+    return _by_heads(call, q, k, v, axis, None)
 
 
-def head_ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    head_axis: Axis,
-    ring_axis: Axis,
-    *,
-    layout: LayoutName | TokenLayout = "contiguous",
-    causal: bool = True,
-    window: int | None = None,
-    documents: Sequence[int] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+@_over_two_axes
+def head_ring_attention(call: Call, q: Tensor, k: Tensor, v: Tensor, head_axis: Axis, ring_axis: Axis) -> Any:
     """softmax(scale q k^T) v over all tokens: head_attention along one axis, and ring_attention along another.
 
     Shapes and arguments are those of ring_attention; the ranks of `head_axis` share h and g. The tokens are laid out
@@ -143,34 +86,18 @@ def head_ring_attention(
                of o
     backward   the same of their gradients
     """
-    mask = AttentionMask(causal, window, documents)
-    return _by_heads("head_ring_attention", q, k, v, head_axis, ring_axis, layout, mask, scale, dropout, return_lse)
+    return _by_heads(call, q, k, v, head_axis, ring_axis)
 
 
 # --- tokens for heads -------------------------------------------------------------------------------------------------
 
 
-def _by_heads(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: Axis,
-    ring_axis: Axis | None,
-    layout: LayoutName | TokenLayout,
-    mask: AttentionMask,
-    scale: float | None,
-    dropout: float,
-    return_lse: bool,
-) -> Any:
-    factor = check_attention(op, q, k, v, scale, dropout)
-    num_ranks = axis_size(axis)
-    index, around = (0, 1) if ring_axis is None else (axis_index(ring_axis), axis_size(ring_axis))
-    check_heads_to_share(op, q.shape[1], k.shape[1], num_ranks, axis)
-    tokens = layout_of(layout, q.shape[2], num_ranks * around)
-    sequence = tokens.exchanged(num_ranks)
+def _by_heads(call: Call, q: Tensor, k: Tensor, v: Tensor, axis: Axis, ring_axis: Axis | None) -> Any:
+    num_ranks, index = axis_size(axis), 0 if ring_axis is None else axis_index(ring_axis)
+    check_heads_to_share(call.op, q.shape[1], k.shape[1], num_ranks, axis)
+    sequence = call.layout.exchanged(num_ranks)
     order, order_back = _places(sequence, q), _places(sequence.argsort(), q)
-    tiles = tiles_of(tokens, mask, num_ranks)[index]
+    tiles = tiles_of(call.layout, call.mask, num_ranks)[index]
 
     def exchange(x: Tensor) -> Tensor:
         """[.., heads, n, d] -> [.., heads / p, p n, d], in the order of the sequence"""
@@ -180,8 +107,8 @@ def _by_heads(
         return all_to_all(_ordered(x, order_back), axis, -2, -3)
 
     k, v = exchange(torch.stack([k, v]))
-    o, lse = attend_by_tiles(exchange(q), k, v, ring_axis or axis, tiles, factor, return_lse=True)
-    return (back(o), back(lse[..., None])[..., 0]) if return_lse else back(o)
+    o, lse = attend_by_tiles(exchange(q), k, v, ring_axis or axis, tiles, call.scale, return_lse=True)
+    return (back(o), back(lse[..., None])[..., 0]) if call.return_lse else back(o)
 
 
 def _places(order: np.ndarray, like: Tensor) -> Tensor | None:

@@ -15,11 +15,11 @@ from tplab.models.checks import check_entries, check_loss, check_vocabulary
 from tplab.sharding import P, cut
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.layers.linear import enter, leave
-from tplab.torch.layers.parameters import drawn_normal, note_cuts
+from tplab.torch.layers.parameters import Layer, drawn_normal, note_cuts
 from tplab.torch.ranks.rank import this_rank
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """A row of `weight` for each id, where each rank of `axis` (R ranks) has the rows of some vocabulary entries.
 
     ids [...], the same on every rank   weight [n, D], n = ceil(V/R), fewer on the last ranks   ->   y [..., D]
@@ -53,9 +53,6 @@ class VocabParallelEmbedding(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """x times the rows of this rank's entries: [..., D] -> [..., n]."""
         return enter(x, self.axis, self.sequence_dim) @ self.weight.T
-
-    def extra_repr(self) -> str:
-        return f"{self.vocab_size}, {self.width}, {self.axis!r}, sequence_dim={self.sequence_dim}"
 
 
 def vocab_parallel_cross_entropy(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tplab.mesh import Axis
+from tplab.models import gpt as pure
 from tplab.models.checks import SequenceScheme, check_ids
-from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, gpt_layer_name, gpt_parameters
+from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, beside, gpt_layer_name, gpt_parameters
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
 from tplab.sequence import LayoutName
 from tplab.torch.comm.collectives import all_reduce, axis_size
@@ -57,26 +57,34 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.config, self.axis = config, axis
-        self.spread = spread = Spread(
-            axis, sequence_parallel, data_axis, context_axis, layout, scheme, expert_axis, dispatch
+        self.parts = parts = Parts(
+            config,
+            axis,
+            sequence_parallel=sequence_parallel,
+            data_axis=data_axis,
+            context_axis=context_axis,
+            layout=layout,
+            scheme=scheme,
+            expert_axis=expert_axis,
+            dispatch=dispatch,
         )
-        self.embedding = spread.embedding(config)
+        self.embedding = parts.make_embedding()
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config, spread, number) for number in range(config.num_layers))
-        self.norm = spread.norm(config)
+        self.blocks = nn.ModuleList(Block(parts, number) for number in range(config.num_layers))
+        self.norm = parts.make_norm()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, deviation), the same whole model on any mesh."""
-        draw_parameters(self, self.config, self.spread)
+        draw_parameters(self, self.parts)
 
     def forward(self, ids: Tensor) -> Any:
-        positions = self.spread.rows(self.positions.weight, ids)
-        x: Any = (dropout(self.embedding(ids) + positions, self._p, axis=self.spread.varies_along),)
+        positions, p = self.parts.rows(self.positions.weight, ids), self.config.dropout if self.training else 0.0
+        x: Any = (dropout(self.embedding(ids) + positions, p, axis=self.parts.varies_along),)
         for block in self.blocks:
             x = block(*x)
             x = x if isinstance(x, tuple) else (x,)
-        return _with(self.embedding.logits(self.norm(x[0])), *x[1:])
+        return beside(self.embedding.logits(self.norm(x[0])), *x[1:])
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of targets [B, S], the same on every rank of `axis`; targets of -100 do not count.
@@ -87,11 +95,10 @@ class GPT(nn.Module):
         logits = self(ids)
         logits, balance = logits if isinstance(logits, tuple) else (logits, 0.0)
         loss = vocab_parallel_cross_entropy(logits, targets, self.axis, self.config.vocab_size, reduction="sum")
-        return loss / self.spread.tokens_per_rank(targets).to(loss.dtype) + balance
-
-    @property
-    def _p(self) -> float:
-        return self.config.dropout if self.training else 0.0
+        tokens, axis = (targets != IGNORED).sum(), self.parts.context_axis
+        if axis is not None:  # the mean number over the ranks
+            tokens = all_reduce(tokens, axis).double() / axis_size(axis)
+        return loss / tokens.to(loss.dtype) + balance
 
 
 class Block(nn.Module):
@@ -100,13 +107,13 @@ class Block(nn.Module):
     x [B, S, D]   ->   the same; from the first experts on, with the balance losses [] of all blocks so far
     """
 
-    def __init__(self, config: GPTConfig, spread: Spread, number: int = 0):
+    def __init__(self, parts: Parts, number: int = 0):
         super().__init__()
-        self.p, self.varies_along = config.dropout, spread.varies_along
-        self.norm_1, self.attention = spread.norm(config), spread.attention(config)
-        self.norm_2 = spread.norm(config)
-        experts = config.experts_in(number)
-        self.mlp = spread.mlp(config) if experts is None else BlockExperts(config, experts, spread)
+        self.p, self.varies_along = parts.config.dropout, parts.varies_along
+        self.norm_1, self.attention = parts.make_norm(), parts.make_attention()
+        self.norm_2 = parts.make_norm()
+        experts = parts.config.experts_in(number)
+        self.mlp = parts.make_mlp() if experts is None else BlockExperts(parts, experts)
 
     def forward(self, x: Tensor, *balance: Tensor) -> Any:
         p = self.p if self.training else 0.0
@@ -115,7 +122,7 @@ class Block(nn.Module):
         if isinstance(self.mlp, BlockExperts):
             y, own = y
             balance = (own + sum(balance),)
-        return _with(x + dropout(y, p, axis=self.varies_along), *balance)
+        return beside(x + dropout(y, p, axis=self.varies_along), *balance)
 
 
 class BlockExperts(nn.Module):
@@ -127,27 +134,17 @@ class BlockExperts(nn.Module):
     parallelism each has its own tokens, and they exchange them.
     """
 
-    def __init__(self, config: GPTConfig, experts: GPTExperts, spread: Spread):
+    def __init__(self, parts: Parts, experts: GPTExperts):
         super().__init__()
-        self.about = experts
-        self.sequence_axis = spread.axis if spread.sequence_parallel else None
-        self.counted_over = spread.counted_over(experts.over)
-        self.router = Router(config.width, experts.routing, sequence_axis=self.sequence_axis)
+        self.about, self.sequence_axis = experts, parts.sequence_axis
+        self.counted_over = parts.counted_over(experts.over)
+        self.router = Router(parts.config.width, experts.routing, sequence_axis=self.sequence_axis)
         if experts.bias_rate:
             self.router.bias = nn.Parameter(self.router.bias)
         else:
             self.router.register_buffer("bias", self.router.bias, persistent=False)
-        self.shared = spread.mlp(replace(config, hidden=experts.shared, bias=False)) if experts.shared else None
-        self.experts = ParallelExperts(
-            config.width,
-            experts.hidden,
-            experts.routing,
-            spread.expert_axis,
-            activation=config.activation,
-            dispatch=spread.dispatch,
-            tensor_axis=spread.axis,
-            same_tokens=not spread.sequence_parallel,
-        )
+        self.shared = parts.make_mlp(experts.shared) if experts.shared else None
+        self.experts = parts.make_experts(experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows, about, axis = x.flatten(0, 1), self.about, self.sequence_axis
@@ -161,67 +158,13 @@ class BlockExperts(nn.Module):
         return y, loss if axis is None else reduce_from(loss / axis_size(axis), axis)
 
 
-def _with(x: Tensor, *balance: Tensor) -> Any:
-    """x, or a tuple of x and the balance losses if there are any."""
-    return (x, *balance) if balance else x
-
-
 # --- shared by the whole model and its layers ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The axes over which the layers of a GPT are sharded; the arguments are those of GPT. It makes the layers."""
+class Parts(pure.Parts):
+    """Makes the layers of a GPT in torch."""
 
-    axis: Axis
-    sequence_parallel: bool
-    data_axis: Axis | None
-    context_axis: Axis | None
-    layout: LayoutName
-    scheme: SequenceScheme
-    expert_axis: Axis = "ep"
-    dispatch: str = "all_to_all"
-
-    @property
-    def varies_along(self) -> Axis | None:
-        """The axes along which ranks have different tokens, and so draw different dropout masks."""
-        return _names(self.data_axis, self.context_axis, self.axis if self.sequence_parallel else None)
-
-    def counted_over(self, over: str) -> dict[str, Axis | None]:
-        """The axis argument of `balance_loss`: the ranks whose tokens it counts together."""
-        found = self.context_axis, self.axis if self.sequence_parallel else None
-        if over == "global":
-            return {"axis": _names(self.data_axis, self.expert_axis, *found)}
-        return {"sequence_axis": _names(*found)}
-
-    def embedding(self, config: GPTConfig) -> VocabParallelEmbedding:
-        return VocabParallelEmbedding(config.vocab_size, config.width, self.axis, sequence_dim=self._sequence_dim)
-
-    def norm(self, config: GPTConfig) -> nn.Module:
-        kind = LayerNorm if config.norm == "layer" else RMSNorm
-        return kind(config.width, sequence_axis=self.axis if self.sequence_parallel else None)
-
-    def attention(self, config: GPTConfig) -> ParallelSelfAttention:
-        about: dict[str, Any] = {"context_axis": self.context_axis, "layout": self.layout, "scheme": self.scheme}
-        return ParallelSelfAttention(
-            config.width,
-            config.num_heads,
-            self.axis,
-            num_kv_heads=config.num_kv_heads,
-            bias=config.bias,
-            sequence_dim=self._sequence_dim,
-            **about,
-        )
-
-    def mlp(self, config: GPTConfig) -> ParallelMLP:
-        return ParallelMLP(
-            config.width,
-            config.hidden_width,
-            self.axis,
-            activation=config.activation,
-            bias=config.bias,
-            sequence_dim=self._sequence_dim,
-        )
+    kinds = pure.Kinds(VocabParallelEmbedding, LayerNorm, RMSNorm, ParallelSelfAttention, ParallelMLP, ParallelExperts)
 
     def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """The row of `weight` for the position of each token of ids [B, S]: [S, D], or this rank's piece of them."""
@@ -233,25 +176,11 @@ class Spread:
             rows = weight[positions.to(weight.device)]
         return scatter_to(rows, self.axis, 0) if self.sequence_parallel else rows
 
-    def tokens_per_rank(self, targets: Tensor) -> Tensor:
-        """The mean number of counted tokens over the ranks of the context axis."""
-        counted, axis = (targets != IGNORED).sum(), self.context_axis
-        return counted if axis is None else all_reduce(counted, axis).double() / axis_size(axis)
 
-    @property
-    def _sequence_dim(self) -> int | None:
-        return 1 if self.sequence_parallel else None
-
-
-def _names(*axes: Axis | None) -> Axis | None:
-    """The names of all these axes, each once; None if there are none."""
-    names = (name for axis in axes if axis for name in ((axis,) if isinstance(axis, str) else axis))
-    return tuple(dict.fromkeys(names)) or None
-
-
-def draw_parameters(module: nn.Module, config: GPTConfig, spread: Spread, layer: int | None = None) -> None:
+def draw_parameters(module: nn.Module, parts: Parts, layer: int | None = None) -> None:
     """Draw the weights of a GPT, or of one of its layers, from N(0, deviation): the same on any mesh."""
-    about = gpt_parameters(config, spread.axis, spread.expert_axis)
+    config = parts.config
+    about = gpt_parameters(config, parts.axis, parts.expert_axis)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             shape, spec, _, deviation = about[name if layer is None else gpt_layer_name(config, layer, name)]
@@ -287,45 +216,54 @@ def gpt_layers(
     experts on, the balance losses [] so far travel with x, and are returned with the logits. Arguments are those of
     GPT. The loss of the logits is vocab_parallel_cross_entropy(logits, targets, axis, config.vocab_size).
     """
-    spread = Spread(axis, sequence_parallel, data_axis, context_axis, layout, scheme, expert_axis, dispatch)
-    tied = "embedding.weight"
+    parts = Parts(
+        config,
+        axis,
+        sequence_parallel=sequence_parallel,
+        data_axis=data_axis,
+        context_axis=context_axis,
+        layout=layout,
+        scheme=scheme,
+        expert_axis=expert_axis,
+        dispatch=dispatch,
+    )
     return [
-        TiedSpec("embedding", GPTEmbedding, config, spread, weight=tied),
-        *[LayerSpec(GPTBlock, config, spread, config.first_like(number)) for number in range(config.num_layers)],
-        TiedSpec("embedding", GPTHead, config, spread, weight=tied),
+        TiedSpec("embedding", GPTEmbedding, parts, weight="embedding.weight"),
+        *[LayerSpec(GPTBlock, parts, config.first_like(number)) for number in range(config.num_layers)],
+        TiedSpec("embedding", GPTHead, parts, weight="embedding.weight"),
     ]
 
 
 class GPTEmbedding(nn.Module):
     """ids [B, S]   ->   x [B, S, D]: the sum of token and position embeddings."""
 
-    def __init__(self, config: GPTConfig, spread: Spread):
+    def __init__(self, parts: Parts):
         super().__init__()
-        self.p, self.spread = config.dropout, spread
-        self.embedding = spread.embedding(config)
-        self.positions = nn.Embedding(config.context, config.width)
-        draw_parameters(self, config, spread, layer=0)
+        self.p, self.parts = parts.config.dropout, parts
+        self.embedding = parts.make_embedding()
+        self.positions = nn.Embedding(parts.config.context, parts.config.width)
+        draw_parameters(self, parts, layer=0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids) + self.spread.rows(self.positions.weight, ids)
-        return dropout(x, self.p if self.training else 0.0, axis=self.spread.varies_along)
+        x = self.embedding(ids) + self.parts.rows(self.positions.weight, ids)
+        return dropout(x, self.p if self.training else 0.0, axis=self.parts.varies_along)
 
 
 class GPTBlock(Block):
     """A block, with the initial weights of a block in a GPT."""
 
-    def __init__(self, config: GPTConfig, spread: Spread, number: int):
-        super().__init__(config, spread, number)
-        draw_parameters(self, config, spread, layer=1 + number)
+    def __init__(self, parts: Parts, number: int):
+        super().__init__(parts, number)
+        draw_parameters(self, parts, layer=1 + number)
 
 
 class GPTHead(nn.Module):
     """x [B, S, D]   ->   logits [B, S, n], of this rank's n entries."""
 
-    def __init__(self, config: GPTConfig, spread: Spread):
+    def __init__(self, parts: Parts):
         super().__init__()
-        self.embedding, self.norm = spread.embedding(config), spread.norm(config)
-        draw_parameters(self, config, spread, layer=config.num_layers + 1)
+        self.embedding, self.norm = parts.make_embedding(), parts.make_norm()
+        draw_parameters(self, parts, layer=parts.config.num_layers + 1)
 
     def forward(self, x: Tensor, *balance: Tensor) -> Any:
-        return _with(self.embedding.logits(self.norm(x)), *balance)
+        return beside(self.embedding.logits(self.norm(x)), *balance)

@@ -7,7 +7,7 @@ here would run, and compute something else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -270,21 +270,16 @@ def _check_region(parent: str, module: nn.Module, inside: list[Planned]) -> None
             f"of {parent}, the columns of {sharded} are split, and those of {names} are not; layers whose outputs "
             "meet, as query, key and value, or gate and up, must be sharded together"
         )
-    alone = "plan it as 'replicate', or a model's head as 'vocab'"
-    if columns and not rows:
-        names = ", ".join(one.name for one in columns)
-        way = alone if len(linear) == 1 else "plan the layer that takes these features as 'row'"
-        raise PlanError(
-            f"{names}: a column leaves each rank with some of the features, but no layer of {parent or 'the model'} is "
-            f"made for that; {way}"
-        )
-    if rows and not columns:
-        names = ", ".join(one.name for one in rows)
-        way = alone if len(linear) == 1 else "plan the layers that give it these features as 'column'"
-        raise PlanError(
-            f"{names}: a row takes some of the features on each rank, but every layer of {parent or 'the model'} gives "
-            f"each rank all of them; {way}"
-        )
+    if bool(columns) != bool(rows):
+        names, of = ", ".join(one.name for one in columns or rows), parent or "the model"
+        if columns:
+            what = f"a column leaves each rank with some of the features, but no layer of {of} is made for that"
+            way = "plan the layer that takes these features as 'row'"
+        else:
+            what = f"a row takes some of the features on each rank, but every layer of {of} gives each rank all of them"
+            way = "plan the layers that give it these features as 'column'"
+        alone = "plan it as 'replicate', or a model's head as 'vocab'"
+        raise PlanError(f"{names}: {what}; {alone if len(linear) == 1 else way}")
     for row in rows:
         _check_joint(module, columns, row, is_last=row is rows[-1])
 
@@ -366,26 +361,20 @@ def _check_division(parent: nn.Module, inside: list[Planned], num_ranks: int, la
     """Check that features and whole heads can be shared equally."""
     width = heads_in(parent)
     for one in inside:
-        if one.kind == "experts" and experts_in(one.module) % num_ranks:
-            raise PlanError(
-                f"{one.name} has {experts_in(one.module)} experts, which the {num_ranks} ranks of axis {label!r} "
-                f"cannot share equally;\nuse a mesh whose {label!r} divides {experts_in(one.module)}"
-            )
-        if one.kind not in ("column", "row"):
-            continue
-        taken, given = features_of(one.module)  # type: ignore[misc]
-        for size in (one.parts or (given,)) if one.kind == "column" else (taken,):
-            if width is not None and size % width == 0 and (size // width) % num_ranks:
-                heads = size // width
-                raise PlanError(
-                    f"{one.name} has {heads} heads of {width} features, which the {num_ranks} ranks of axis {label!r} "
-                    f"cannot share: heads are sharded whole;\nuse a mesh whose {label!r} divides {heads}"
-                )
+        shared: list[tuple[int, str, str]] = []  # how many, of what, and why they must divide
+        if one.kind == "experts":
+            shared = [(experts_in(one.module), "experts", " equally")]
+        elif one.kind in ("column", "row"):
+            taken, given = features_of(one.module)  # type: ignore[misc]
+            for size in (one.parts or (given,)) if one.kind == "column" else (taken,):
+                if width is not None and size % width == 0:
+                    shared.append((size // width, f"heads of {width} features", ": heads are sharded whole"))
+                shared.append((size, f"{'output' if one.kind == 'column' else 'input'} features", " equally"))
+        for size, what, why in shared:
             if size % num_ranks:
-                what = "output" if one.kind == "column" else "input"
                 raise PlanError(
-                    f"{one.name} has {size} {what} features, which the {num_ranks} ranks of axis {label!r} cannot "
-                    f"share equally;\nuse a mesh whose {label!r} divides {size}"
+                    f"{one.name} has {size} {what}, which the {num_ranks} ranks of axis {label!r} cannot share{why};\n"
+                    f"use a mesh whose {label!r} divides {size}"
                 )
 
 
@@ -402,22 +391,15 @@ def _pattern(name: str) -> str:
 
 
 def _nothing_matches(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module]) -> str:
-    for name, parameter in _parameters(model):
-        if _matches(pattern, f"{name}.{parameter}"):
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if _matches(pattern, name):
             return (
-                f"{pattern!r} names a parameter; a plan names modules, and {_pattern(name)!r} is the one that holds "
-                "it. The bias of a row is held whole and added once, after the sum"
+                f"{pattern!r} names a parameter; a plan names modules, and {_pattern(name.rpartition('.')[0])!r} is "
+                "the one that holds it. The bias of a row is held whole and added once, after the sum"
             )
     known = list(dict.fromkeys(_pattern(name) for name in modules if name))
     near = get_close_matches(pattern, known, 3, 0.4) or known[:3]
     return f"{pattern!r} matches no module of {type(model).__name__}; similar names are {', '.join(map(repr, near))}"
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The module of each parameter, and its name in that module."""
-    for name, module in model.named_modules():
-        for parameter, _ in module.named_parameters(recurse=False):
-            yield name, parameter
 
 
 def _check_family(model: nn.Module, plan: Plan, family: str, function: str) -> None:

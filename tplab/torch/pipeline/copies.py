@@ -145,9 +145,10 @@ class GradientSync:
                 term = part if holder == self._index else receive(self._axis, holder)
                 assert isinstance(term, Tensor)
                 if term.shape != part.shape:
+                    stage, name = copies.here[0]
                     raise ScheduleError(
-                        f"{_where(copies.here[0])} is {list(part.shape)} here, and its copy at position {holder} of "
-                        f"axis {self._axis!r} {list(term.shape)}; copies must have one shape"
+                        f"parameter {name!r} of stage {stage} is {list(part.shape)} here, and its copy at position "
+                        f"{holder} of axis {self._axis!r} {list(term.shape)}; copies must have one shape"
                     )
                 total = term if total is None else total + term
             assert total is not None
@@ -206,7 +207,3 @@ def _own(grad: Tensor, given: set[int]) -> Tensor:
     is_free = base_of(grad) is None and grad.is_contiguous() and storage_id(grad.untyped_storage()) not in given
     given.add(storage_id(grad.untyped_storage()))
     return grad.detach() if is_free else grad.detach().clone()
-
-
-def _where(place: tuple[int, str]) -> str:
-    return f"parameter {place[1]!r} of stage {place[0]}"

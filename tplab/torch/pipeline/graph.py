@@ -32,7 +32,8 @@ class Graph:
             entered = tuple(_enter(x) if wants_grads and has_gradient(x) else x.detach() for x in inputs)
             made = cls(saved, entered, parameters)
             outputs = function(*entered)
-        made._end(outputs)
+        with_gradient = [x for x in outputs if has_gradient(x)]
+        made._roots = [(place, get_gradient_edge(x)) for place, x in enumerate(with_gradient) if x.requires_grad]
         return made, tuple(x.detach() for x in outputs)
 
     def __init__(self, saved: Saved, inputs: Tensors, parameters: list[nn.Parameter]):
@@ -42,10 +43,6 @@ class Graph:
         entered = [x for x in inputs if x.requires_grad]
         self._inputs = [get_gradient_edge(x) for x in entered]  # made now, because a layer may write to its input
         self._like = [(x.shape, x.dtype, x.device) for x in entered]  # for zero gradients
-
-    def _end(self, outputs: Tensors) -> None:
-        with_gradient = [x for x in outputs if has_gradient(x)]
-        self._roots = [(place, get_gradient_edge(x)) for place, x in enumerate(with_gradient) if x.requires_grad]
 
     def backward(self, grads: Tensors) -> tuple[Tensors, Gradients]:
         """B: the gradients of inputs and parameters, in one pass."""

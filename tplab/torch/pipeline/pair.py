@@ -18,7 +18,7 @@ from tplab.torch.ranks.rank import around, enter, this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
 from tplab.torch.ranks.watcher import Listener, watcher
-from tplab.torch.ranks.world import inherited_state
+from tplab.torch.ranks.world import Inherited
 
 
 class Pair:
@@ -53,7 +53,7 @@ class Pair:
 
     def run(self, backward: Callable[[], None]) -> None:
         """Run both passes to their ends."""
-        given = watcher().listeners, inherited_state(self._device), sys._getframe()
+        given = watcher().listeners, Inherited.here(self._device).state, sys._getframe()
         start_new_thread(partial(contextvars.copy_context().run, self._live, *given), ())
         self._rank.pair = self
         try:

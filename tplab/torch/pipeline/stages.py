@@ -22,7 +22,7 @@ from tplab.torch.ranks.rank import current_rank_or_none, prepares, this_rank
 Layer = LayerSpec | nn.Module | Callable[..., Any]
 
 
-class Stages(Mapping[int, nn.Module]):
+class Stages(dict[int, nn.Module]):
     """This rank's stages: number -> module, as `train_batch` takes them.
 
     partition   which layers each stage has
@@ -33,25 +33,16 @@ class Stages(Mapping[int, nn.Module]):
     def __init__(
         self, modules: Mapping[int, nn.Module], partition: Partition, tied: Tied, placement: Placement, axis: Axis
     ):
-        self._modules, self.partition, self.tied = dict(modules), partition, tied
-        self.placement, self.axis = placement, axis
-
-    def __getitem__(self, stage: int) -> nn.Module:
-        return self._modules[stage]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
+        super().__init__(modules)
+        self.partition, self.tied, self.placement, self.axis = partition, tied, placement, axis
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all its stages, each once, for an optimizer."""
-        return list(dict.fromkeys(p for module in self._modules.values() for p in module.parameters()))
+        return list(dict.fromkeys(p for module in self.values() for p in module.parameters()))
 
     def by_layer(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """Every parameter, with the number of its layer in the model and its name in that layer."""
-        for stage, module in self._modules.items():
+        for stage, module in self.items():
             for name, parameter in module.named_parameters():
                 place, _, rest = name.partition(".")
                 yield self.partition.bounds[stage] + int(place), rest, parameter
@@ -84,7 +75,10 @@ def stages_of(
     modules = {}
     for stage in dict.fromkeys(schedule.placement[index]):
         modules[stage] = InTurn([_made(layers[place], first.get(place, place)) for place in made.stages[stage]])
-    tied = (*tied_in(layers, made, _name_of_tied), *_shared(layers, made))
+    tied = (
+        *tied_in(layers, made, lambda layer: f"{'layer.' if layer.forward else ''}{layer.weight}"),
+        *_shared(layers, made),
+    )
     return Stages(modules, made, tied, schedule.placement, axis)
 
 
@@ -155,7 +149,3 @@ def _shared(layers: Sequence[Layer], made: Partition) -> Tied:
             if parameter.requires_grad:
                 found.setdefault(parameter, {}).setdefault(stage, f"{place - made.bounds[stage]}.{name}")
     return tuple(tuple(places.items()) for places in found.values() if len(places) > 1)
-
-
-def _name_of_tied(layer: TiedSpec) -> str:
-    return f"{'layer.' if layer.forward is not None else ''}{layer.weight}"

@@ -78,9 +78,7 @@ class Engine:
         if not row.takes:
             backend.barrier().wait()
         elif op == "broadcast":
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = call.root, 0
-            backend.broadcast([bytes_of(x)], options).wait()
+            backend.broadcast([bytes_of(x)], _with(dist.BroadcastOptions(), rootRank=call.root, rootTensor=0)).wait()
         elif row.gathers:
             found = _gathered(backend, x, shapes, call.root if row.gives == "root" else None)
             return outcomes.joined(found, join_dim) if found else _zeros(x, shapes, join_dim)
@@ -164,10 +162,8 @@ def _gathered(backend: Any, x: Tensor, shapes: Shapes, root: int | None = None) 
     if root is None:
         backend.allgather([rows], [put]).wait()
     else:
-        options = dist.GatherOptions()
-        options.rootRank = root
-        backend.gather([rows] if backend.rank() == root else [], [put], options).wait()
         rows = rows if backend.rank() == root else []
+        backend.gather([rows] if rows else [], [put], _with(dist.GatherOptions(), rootRank=root)).wait()
     return [row[:size].view(x.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes)]
 
 
@@ -185,32 +181,31 @@ def _scattered(backend: Any, call: Call, x: Tensor) -> Tensor:
     taken, *put = (torch.empty(max(sizes) * row, dtype=torch.uint8, device=x.device) for _ in [0, *sizes])
     for place, piece in zip(put, x.split(list(sizes), dim)):
         place[: piece.numel() * x.element_size()] = bytes_of(piece.contiguous())
-    options = dist.ScatterOptions()
-    options.rootRank = call.root
-    backend.scatter([taken], [put] if index == call.root else [], options).wait()
+    pieces = [put] if index == call.root else []
+    backend.scatter([taken], pieces, _with(dist.ScatterOptions(), rootRank=call.root)).wait()
     shape = (*x.shape[:dim], sizes[index], *x.shape[dim + 1 :])
     return taken[: sizes[index] * row].view(x.dtype).view(shape)
 
 
 def _reduced(backend: Any, call: Call, x: Tensor) -> Tensor:
     """The sum or the extreme over the ranks: the whole, on all ranks or on the root, or this rank's piece."""
+    reduces = {"reduceOp": _REDUCTIONS[call.reduction]}
     if call.op == "all_reduce":
-        options = dist.AllreduceOptions()
-        options.reduceOp = _REDUCTIONS[call.reduction]
-        backend.allreduce([x], options).wait()
+        backend.allreduce([x], _with(dist.AllreduceOptions(), **reduces)).wait()
         return x
     if call.op == "reduce":
-        reducing = dist.ReduceOptions()
-        reducing.reduceOp, reducing.rootRank = _REDUCTIONS[call.reduction], call.root
-        backend.reduce([x], reducing).wait()
+        backend.reduce([x], _with(dist.ReduceOptions(), rootRank=call.root, **reduces)).wait()
         return x if call.place.index == call.root else torch.zeros_like(x)
-    dim, sizes = call.dims[0], call.about["sizes"]
-    scattering = dist.ReduceScatterOptions()
-    scattering.reduceOp = _REDUCTIONS[call.reduction]
-    pieces = [piece.contiguous() for piece in x.split(list(sizes), dim)]
+    pieces = [piece.contiguous() for piece in x.split(list(call.about["sizes"]), call.dims[0])]
     result = torch.empty_like(pieces[call.place.index])
-    backend.reduce_scatter([result], [pieces], scattering).wait()
+    backend.reduce_scatter([result], [pieces], _with(dist.ReduceScatterOptions(), **reduces)).wait()
     return result
+
+
+def _with(options: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
 
 
 def break_off(gloo: Any) -> None:

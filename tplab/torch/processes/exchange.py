@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import permutations
 from threading import Thread
 from typing import Any
@@ -53,27 +53,21 @@ class Exchange:
 
     def send(self, target: int, tag: int, data: Tensor) -> None:
         """Send bytes. They must not be written to until they have arrived."""
-        try:
+        with self.connected():
             self._sends.append((self._gloo.send([data], target, tag), data))
-        except RuntimeError as error:
-            raise self.lost(error) from None
         if len(self._sends) > _UNWATCHED_SENDS:  # most have long arrived, but only a wait shows it
             batch = [self._sends.popleft() for _ in range(_UNWATCHED_SENDS // 2)]
             Thread(target=_wait_for_all, args=(batch,), daemon=True).start()
 
     def receive(self, source: int, tag: int, into: Tensor) -> Any:
         """Prepare to receive bytes from `source`. Returns an object for `wait`."""
-        try:
+        with self.connected():
             return self._gloo.recv([into], source, tag)
-        except RuntimeError as error:
-            raise self.lost(error) from None
 
     def wait(self, work: Any) -> None:
         """Wait for what `receive` returned."""
-        try:
+        with self.connected():
             work.wait()
-        except RuntimeError as error:
-            raise self.lost(error) from None
 
     def all_sent(self) -> None:
         """Wait until everything sent has arrived. For the end of a run in which everything was received."""
@@ -85,10 +79,14 @@ class Exchange:
         break_off(self._gloo)
         self.engine.break_off()
 
-    def lost(self, error: RuntimeError) -> ConnectionLost:
-        """The error to raise for an error of gloo."""
-        text = f"rank {self._rank} lost its connection to another rank ({_first_line(error)})"
-        return ConnectionLost(text, self._rank)
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """A context in which an error of gloo is a ConnectionLost."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = f"rank {self._rank} lost its connection to another rank ({_first_line(error)})"
+            raise ConnectionLost(text, self._rank) from None
 
 
 class Flight:

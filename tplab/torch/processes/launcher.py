@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from tplab.errors import TplabError
+from tplab.spare import scratch_file
 
 LAST_WORDS = 4000
 """Bytes of a process's last output that an error repeats after the process has ended."""
@@ -139,14 +139,6 @@ class Launcher:
         for message in messages:
             self._ended.update(dict(message.get("ended", ())))
         return messages
-
-
-def scratch_file() -> int:
-    """The descriptor of an unnamed file, in memory if the system supports that."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("tplab", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def text_of(fd: int, last_bytes: int | None = None) -> str:

@@ -17,8 +17,8 @@ import cloudpickle
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from tplab.spare import scratch_file
 from tplab.torch.private import storage_id
-from tplab.torch.processes.launcher import scratch_file
 from tplab.torch.ranks.watcher import Watched
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory

@@ -252,12 +252,9 @@ class Together(ProcessPending):
         self.check_room([header.side for header in self.headers])
         self.hop = max(header.hops for header in self.headers)
         self.begun, engine = time.perf_counter(), self.rank.engine
-        try:
-            with engine.after(self.ready):
-                result = engine.together(self.call, self.x, [header.side.shape for header in self.headers])
-                self.done = engine.now(result)
-        except RuntimeError as error:
-            raise self.rank.exchange.lost(error) from None
+        with self.rank.exchange.connected(), engine.after(self.ready):
+            result = engine.together(self.call, self.x, [header.side.shape for header in self.headers])
+            self.done = engine.now(result)
         return result.to(self.device)
 
     def note(self, result: Tensor, arrival: float) -> None:

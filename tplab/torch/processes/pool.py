@@ -7,23 +7,22 @@ import os
 import shutil
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_any
-from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-import tplab
 from tplab.errors import RankError, TplabError
+from tplab.spare import scratch_file
 from tplab.torch.processes import parcels
 from tplab.torch.processes.failure import death, error_of
-from tplab.torch.processes.launcher import LAST_WORDS, Launcher, scratch_file, text_of
+from tplab.torch.processes.launcher import LAST_WORDS, Launcher, text_of
 from tplab.torch.processes.program import Outcome, Program
 from tplab.torch.processes.waits import unmet
+from tplab.torch.ranks.program import is_program
 
 SECONDS_FOR_OTHERS = 0.1
 """How long the other ranks may take to report errors: a wrong program often fails on all ranks. Then they are ended."""
@@ -35,13 +34,8 @@ POLL = 0.5
 """Seconds; a Ctrl-C that the system delivers to another thread reaches this one only between two waits."""
 
 
-class Finished(NamedTuple):
-    """How a run ended: one outcome per rank, or what went wrong; and what each rank has printed."""
-
-    outcomes: list[Outcome]
-    error: BaseException | None
-    stdout: list[str]
-    stderr: list[str]
+Finished = tuple[list[Outcome], BaseException | None, list[str], list[str]]
+"""How a run ended: one outcome per rank, or what went wrong; and what each rank has printed to stdout and to stderr."""
 
 
 class Member:
@@ -96,15 +90,10 @@ class Pool:
             error = self._collect(outcomes) or _first_error(outcomes, program) or _unmet(outcomes)
         except BaseException as interrupt:  # usually Ctrl-C
             error = interrupt
-        printed = [
-            [text_of(member.stdout) for member in self.members],
-            [text_of(member.stderr) for member in self.members],
-        ]
+        stdout, stderr = ([text_of(getattr(member, to)) for member in self.members] for to in ("stdout", "stderr"))
         if error is not None or not all(outcome.is_clean for outcome in outcomes.values()):
             self.close()  # what is still in flight would reach the next program
-        return Finished(
-            [] if error is not None else [outcomes[rank] for rank in range(self.num_ranks)], error, *printed
-        )
+        return [] if error is not None else [outcomes[rank] for rank in range(self.num_ranks)], error, stdout, stderr
 
     def _collect(self, outcomes: dict[int, Outcome]) -> TplabError | None:
         """Gather outcomes until every rank has one, or it is useless to wait for more."""
@@ -195,9 +184,6 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        paths = sysconfig.get_paths()
-        installed = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-        self._installed = (*installed, sys.prefix, sys.base_prefix, str(Path(tplab.__file__).parent))
         self._written: dict[str, float] = {}
         self.have_changed()
 
@@ -206,7 +192,7 @@ class Sources:
         changed = False
         for module in list(sys.modules.values()):
             file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-            if not isinstance(file, str) or module.__name__ == "__main__" or file.startswith(self._installed):
+            if not isinstance(file, str) or module.__name__ == "__main__" or not is_program(file):
                 continue
             try:
                 written = os.stat(file).st_mtime

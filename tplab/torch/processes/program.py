@@ -6,83 +6,48 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 import tplab
-from tplab.errors import SpecError
-from tplab.sharding import check_spec
-from tplab.torch.private import pytree
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
-from tplab.torch.ranks import arguments
 from tplab.torch.ranks import rank as rank_context
-from tplab.torch.ranks.arguments import Job
+from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.process_state import generators
 from tplab.torch.ranks.results import without_graph
+from tplab.torch.ranks.world import Inherited
 from tplab.trace.journal import Journal
 
 
 class Settings(NamedTuple):
     """The settings that a program may depend on but a new process does not inherit."""
 
+    inherited: Inherited
     default_dtype: torch.dtype
-    default_device: torch.device
-    grad: bool
-    inference: bool
-    autocast: list[tuple[str, torch.dtype]]
     deterministic: bool
-    num_threads: int
     directory: str
     path: list[str]
 
     @classmethod
     def here(cls, num_ranks: int) -> Settings:
         """The settings of the calling thread; each of `num_ranks` ranks gets a share of its threads."""
-        return cls(
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)],
-            torch.are_deterministic_algorithms_enabled(),
-            max(1, torch.get_num_threads() // num_ranks),
-            os.getcwd(),
-            list(sys.path),
-        )
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        inherited = Inherited.here(num_ranks=num_ranks)
+        return cls(inherited, torch.get_default_dtype(), is_deterministic, os.getcwd(), list(sys.path))
 
     def adopt(self) -> None:
-        """Apply these settings to this process; `state` applies those that end with a block."""
+        """Apply these settings to this process, except those that are inherited by one thread."""
         torch.set_default_dtype(self.default_dtype)
         if self.deterministic != torch.are_deterministic_algorithms_enabled():  # asked first: setting it takes a second
             torch.use_deterministic_algorithms(self.deterministic)
-        torch.set_num_threads(self.num_threads)
         if os.getcwd() != self.directory:
             os.chdir(self.directory)
         sys.path[:] = self.path
-
-    @contextmanager
-    def state(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            # a GPU's backward pass would run in a thread that does not know its rank
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            if not self.grad:
-                stack.enter_context(torch.no_grad())
-            if self.default_device.type != "cpu":
-                stack.enter_context(self.default_device)
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            yield
 
 
 class Program(NamedTuple):
@@ -140,28 +105,17 @@ class Outcome(NamedTuple):
     is_clean: bool
 
 
-def check_arguments(job: Job) -> None:
-    """Raise SpecError or ShapeError if the arguments cannot be split as in_specs says."""
-    for arg, entry in zip(job.args, arguments.entries_of(job.in_specs, len(job.args), "in_specs", "arguments")):
-        for leaf, spec in zip(pytree.tree_leaves(arg), arguments.spread(entry, arg, "in_specs")):
-            if isinstance(leaf, Tensor | np.ndarray):
-                check_spec(leaf.shape, spec, job.mesh)
-            elif spec.axis_names:
-                kind = type(leaf).__name__
-                raise SpecError(f"in_specs splits a {kind} as {spec}; only tensors and arrays can be split")
-
-
 def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) -> Any:
     """Run the program as this rank, and return its result."""
     job, drawn_from = program.job, generators(device)
     kept = [generator.get() for generator in drawn_from]
-    pieces = arguments.Arguments(job.args, job.in_specs, job.mesh, device, num_here=1).of(rank.rank)
+    pieces = Arguments(job._replace(device=device), num_here=1).of(rank.rank)
     for generator in drawn_from:
         generator.set(generator.state(job.seed, rank.rank))
     rank.seed = job.seed
     rank_context.enter(rank)
     try:
-        with program.settings.state():
+        with program.settings.inherited.state():
             rank.start_watching()
             try:
                 result = job.fn(*pieces)

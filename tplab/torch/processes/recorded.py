@@ -104,9 +104,6 @@ class RecordedRank(Rank):
             now, values = time.perf_counter(), self._provenance.values.of(x)
             self.journal.added.append(Added(op, now, tuple(x.shape), dtype_name(x.dtype), label, values))
 
-    def starts_with(self, x: Tensor) -> None:
-        self._provenance.starts_with(x)
-
     def received(self, x: Tensor, label: Label | None) -> None:
         """Follow the data of a received tensor through this rank's operations."""
         self._provenance.received(x, label)

@@ -19,10 +19,10 @@ from tplab.torch.processes.engine import WAIT_FOREVER, Engine
 from tplab.torch.processes.exchange import Exchange, gloo_of
 from tplab.torch.processes.failure import error_of, named
 from tplab.torch.processes.parcels import Parcel, Received
-from tplab.torch.processes.program import Program, Raised, Settings, carry_out, check_arguments, raised
+from tplab.torch.processes.program import Program, Raised, Settings, carry_out, raised
 from tplab.torch.processes.rank import ProcessRank, Watch
 from tplab.torch.processes.waits import unmet
-from tplab.torch.ranks.arguments import Job
+from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.printing import LiveOutput, Screen
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
@@ -78,10 +78,8 @@ class Membership:
     def gather(self, content: Any) -> list[Any]:
         """The content of every rank, on every rank. Raises ConnectionLost if one is gone."""
         exchange, bodies = self.exchange(), [b""] * self.num_ranks
-        try:
+        with exchange.connected():
             dist.all_gather_object(bodies, Parcel(content, shared=False).body, group=self._group)
-        except RuntimeError as error:
-            raise exchange.lost(error) from None
         return [Received(body).open() for body in bodies]
 
 
@@ -134,7 +132,7 @@ def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
             f"torchrun has started {here.num_ranks} processes, and {mesh} has {mesh.size} ranks; give torchrun "
             f"--nnodes and --nproc-per-node that make {mesh.size}, or run on a mesh of {here.num_ranks}"
         )
-    check_arguments(job)
+    Arguments(job, num_here=1)  # raises if they do not fit their specs
     program = Program(job, Settings.here(1), {})
     exchange = here.exchange()
     rank = program.rank(here.rank, exchange)

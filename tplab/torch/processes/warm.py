@@ -18,8 +18,8 @@ from tplab.torch.private import pytree
 from tplab.torch.processes.launcher import Launcher
 from tplab.torch.processes.parcels import Parcel, explained
 from tplab.torch.processes.pool import Pool
-from tplab.torch.processes.program import Program, Settings, check_arguments
-from tplab.torch.ranks.arguments import Job
+from tplab.torch.processes.program import Program, Settings
+from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.printing import show
 from tplab.trace.journal import trace_of
 from tplab.trace.trace import Trace
@@ -82,16 +82,17 @@ class _Warm:
             self._clock = None
 
     def _close_pools(self) -> None:
+        self._end_pools()
+        self._end_later(max(0.0, SECONDS_TO_KEEP - SECONDS_AT_REST), self.close)
+
+    def _end_pools(self) -> None:
         pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.close()
-        self._end_later(max(0.0, SECONDS_TO_KEEP - SECONDS_AT_REST), self.close)
 
     def close(self) -> None:
         """End all processes."""
-        pools, self._pools = self._pools, {}
-        for pool in pools.values():
-            pool.close()
+        self._end_pools()
         self._wake_up()
         if self._launcher is not None:
             self._launcher.close()
@@ -132,7 +133,7 @@ def run_on_processes(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     where this process finds them. Results equal those of simulated ranks up to rounding: gloo and NCCL add up in their
     own order, and each process computes with its share of this process's threads, over which torch splits large sums.
     """
-    check_arguments(job)
+    Arguments(job, num_here=1)  # raises if they do not fit their specs
     job = job._replace(args=tuple(pytree.tree_map_only(np.ndarray, _as_tensor, arg) for arg in job.args))
     cells = {Path(file).name: number for file, number in notebook_cells().items()}
     program, mesh, device = Program(job, Settings.here(job.mesh.size), cells), job.mesh, job.device
@@ -142,16 +143,16 @@ def run_on_processes(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     has_gpus = wants_gpu and torch.cuda.is_available() and torch.cuda.device_count() >= mesh.size
     with _warm.lock:
         try:
-            finished = _warm.pool(mesh.size, has_gpus).run(program, parcel)
+            outcomes, error, stdout, stderr = _warm.pool(mesh.size, has_gpus).run(program, parcel)
         finally:
             parcel.close()
             _warm.rest()
-    show([[text] for text in finished.stdout], sys.stdout)
-    show([[text] for text in finished.stderr], sys.stderr)
-    if finished.error is not None:
-        raise finished.error
-    journals = [outcome.journal for outcome in finished.outcomes if outcome.journal is not None]
-    return [outcome.result for outcome in finished.outcomes], lambda: trace_of(journals, mesh, job.title)
+    show([[text] for text in stdout], sys.stdout)
+    show([[text] for text in stderr], sys.stderr)
+    if error is not None:
+        raise error
+    journals = [outcome.journal for outcome in outcomes if outcome.journal is not None]
+    return [outcome.result for outcome in outcomes], lambda: trace_of(journals, mesh, job.title)
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:

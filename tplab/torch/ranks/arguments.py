@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import chain
 from types import ModuleType
@@ -19,6 +18,7 @@ from tplab.errors import SpecError
 from tplab.mesh import Mesh
 from tplab.options import check_entries
 from tplab.sharding import P, check_spec, shard_slices
+from tplab.spare import scratch_file
 from tplab.torch.private import pytree
 from tplab.torch.ranks.outcomes import WITHOUT_KERNELS, own
 
@@ -28,6 +28,8 @@ SHARED_FROM = 1 << 22  # bytes; up to here a copy is quick and small
 class Job(NamedTuple):
     """What `run` is asked to run: a program, its ranks, and whole arguments. Each rank takes its own piece of them.
 
+    in_specs      None (everything whole), one P for all, or a sequence with one entry per argument; an entry is None, a
+                  P for every tensor in that argument, or a structure of them
     keep_values   the number of messages whose values the trace keeps
     """
 
@@ -45,18 +47,17 @@ class Arguments:
     """The arguments of a program. Each rank gets its own: the piece of each tensor that its spec selects, in memory
     that nothing else writes to.
 
-    in_specs   None (everything whole), one P for all, or a sequence with one entry per argument; an entry is None, a P
-               for every tensor in that argument, or a structure of them
-
     num_here   how many of the ranks are in this process
+    Raises SpecError or ShapeError if they cannot be split as in_specs says.
 
     Everything is copied. A large tensor that several ranks get whole has only one copy until one of them writes to it.
     Within one rank, references are kept: a module and its optimizer, or a tensor that is passed twice. A tensor's
     `.grad` is not copied, just as when it is sent to another process.
     """
 
-    def __init__(self, args: Sequence[Any], in_specs: Any, mesh: Mesh, device: torch.device | None, num_here: int):
-        self._mesh, self._device, self._num_here = mesh, device, num_here
+    def __init__(self, job: Job, num_here: int):
+        args, in_specs, mesh = job.args, job.in_specs, job.mesh
+        self._mesh, self._device, self._num_here = mesh, job.device, num_here
         self._pages: dict[int, Pages] = {}
         self._trees: list[tuple[Any, list[Any], list[P]]] = []
         for arg, entry in zip(args, entries_of(in_specs, len(args), "in_specs", "arguments"), strict=True):
@@ -192,7 +193,7 @@ class Pages:
     def __init__(self, x: Tensor):
         self._dtype, self._shape, self._num_bytes = x.dtype, x.shape, x.numel() * x.itemsize
         self._strides = torch.empty_like(x, device="meta").stride()  # those of x if it is dense
-        self._file = _file_without_name()
+        self._file = os.fdopen(scratch_file(), "r+b")
         os.truncate(self._file.fileno(), self._num_bytes)
         self._tensor(mmap.ACCESS_WRITE).copy_(x)
 
@@ -206,10 +207,3 @@ class Pages:
         mapping = mmap.mmap(self._file.fileno(), self._num_bytes, access=access)
         memory = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=self._dtype, device="cpu").set_(memory, 0, self._shape, self._strides)
-
-
-def _file_without_name():
-    """A file that disappears with its last user; in memory, if the system supports that."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("tplab"), "r+b")
-    return tempfile.TemporaryFile()

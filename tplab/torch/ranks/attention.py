@@ -79,7 +79,7 @@ def attention(
 ) -> Tensor:
     """`scaled_dot_product_attention`: q [B, H, N, d]   k [B, G, M, d]   v [B, G, M, e]   ->   [B, H, N, e]"""
     masks, about = (attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
-    flash, efficient, _, cudnn = attention_kernels()
+    flash, efficient, _, cudnn = attention_kernels.are_used
     if (
         not (flash or efficient or cudnn)  # the program has asked for unfused attention
         or not _is_fused_here(q)

@@ -56,14 +56,14 @@ def run_on_simulated_ranks(
 
     def program(rank: SimulatedRank, pieces: list[Any]) -> Any:
         enter(rank)
-        with world.inherited(), more.inside(rank) if more is not None else nullcontext():
+        with world.inherited.state(), more.inside(rank) if more is not None else nullcontext():
             rank.start_watching()
             try:
                 return job.fn(*pieces)
             finally:
                 rank.stop_watching()
 
-    pieces = Arguments(job.args, job.in_specs, mesh, job.device, num_here=mesh.size)
+    pieces = Arguments(job, num_here=mesh.size)
     programs = [partial(program, rank, pieces.of(rank.rank)) for rank in ranks]
     del pieces
     chronicle = world.chronicle

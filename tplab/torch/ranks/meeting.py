@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -31,9 +32,8 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], num_ranks: int):
         self.ranks, self.size = ranks, len(ranks)
         self.is_all = self.size == num_ranks
-        self._fresh: dict[
-            tuple[Any, ...], dict[int, Label]
-        ] = {}  # labels of results whose inputs were the ranks' own data
+        # labels of results whose inputs were the ranks' own data
+        self._fresh: dict[tuple[Any, ...], dict[int, Label]] = {}
         self.num_calls = [0] * len(ranks)  # for the member at each position
         self.open: dict[int, Meeting] = {}  # by number
         self.signatures: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each one once, so that they compare by identity
@@ -58,26 +58,6 @@ class Site:
                 from
     num_sent    for other collectives: the bytes that this rank sends in the ring algorithm, if always the same
     """
-
-    __slots__ = (
-        "call",
-        "code",
-        "dtype",
-        "form",
-        "group",
-        "index",
-        "is_small",
-        "log_form",
-        "num_bytes",
-        "num_sent",
-        "phase",
-        "shape",
-        "signature",
-        "source",
-        "target",
-        "wait_form",
-        "where",
-    )
 
     def __init__(
         self, call: Call, x: Tensor, rank: int, group: Group, where: str, phase: str, code: CodeType, noted: Chronicle
@@ -108,6 +88,7 @@ class Site:
         return side_text(self.call.key, self.dtype, self.shape, self.where)
 
 
+@dataclass(slots=True, eq=False)
 class Meeting:
     """One collective over one group.
 
@@ -122,29 +103,16 @@ class Meeting:
     outputs      each position's result, from the last arrival until that member takes it
     """
 
-    __slots__ = (
-        "entries",
-        "inputs",
-        "labels",
-        "log_number",
-        "messages",
-        "number",
-        "outputs",
-        "signature",
-        "sites",
-        "waiting",
-    )
-
-    def __init__(self, number: int, signature: tuple[Any, ...]):
-        self.number, self.signature = number, signature
-        self.sites: dict[int, Site] = {}
-        self.waiting: list[Seat] = []
-        self.messages: dict[int, tuple[Tensor, int | None, Label, int, Site]] = {}
-        self.inputs: dict[int, Tensor] = {}
-        self.labels: dict[int, Label] = {}
-        self.outputs: dict[int, Tensor] | None = None
-        self.entries: dict[int, int] = {}
-        self.log_number = -1
+    number: int
+    signature: tuple[Any, ...]
+    sites: dict[int, Site] = field(default_factory=dict)
+    waiting: list[Seat] = field(default_factory=list)
+    messages: dict[int, tuple[Tensor, int | None, Label, int, Site]] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    labels: dict[int, Label] = field(default_factory=dict)
+    outputs: dict[int, Tensor] | None = None
+    entries: dict[int, int] = field(default_factory=dict)
+    log_number: int = -1
 
     @property
     def first(self) -> tuple[int, Site]:

@@ -11,17 +11,17 @@ from torch import Tensor
 from tplab.cost.lanes import ISSUE, ROUND, SEND, WAIT
 from tplab.errors import CollectiveMismatchError
 from tplab.torch.private import graph_task, no_dispatch, num_modes, phase
+from tplab.torch.ranks.clocked import ClockedRank
 from tplab.torch.ranks.meeting import Group, Meeting, Site, bytes_sent, unfit
 from tplab.torch.ranks.outcomes import kept, own, results, settled
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.torch.ranks.texts import mismatch
 from tplab.torch.ranks.turns import Released
-from tplab.torch.ranks.waiting import WaitingRank
 from tplab.torch.ranks.watcher import Begun, begins, met
 from tplab.trace.label import UNKNOWN, Label
 
 
-class SimulatedRank(WaitingRank):
+class SimulatedRank(ClockedRank):
     """The messages and collectives of a rank that is a thread of this process and takes turns with the others."""
 
     # --- collectives ---------------------------------------------------------------------------------------------
@@ -44,8 +44,7 @@ class SimulatedRank(WaitingRank):
 
     def finish(self, site: Site, meeting: Meeting, x: Tensor, begun: Begun | None, is_lent: bool) -> Tensor:
         """Wait for the result of a collective that this rank has started. With `is_lent`, it is read-only."""
-        if self._is_timed:
-            self._catch_up()
+        self._stops()
         with no_dispatch():
             if site.call.peers is None:
                 result = self._outcome(site, meeting, is_lent)
@@ -53,13 +52,11 @@ class SimulatedRank(WaitingRank):
                 result = self._received(site, meeting, x)
         if num_modes():
             met(site.call, x, result, begun)
-        if self._is_timed:
-            self._seen_at = self._now()
+        self._goes_on()
         return result
 
     def _begun(self, call: Call, x: Tensor, begun: Begun | None = None) -> Pending:
-        if self._is_timed:
-            self._catch_up()
+        self._stops()
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
@@ -68,14 +65,12 @@ class SimulatedRank(WaitingRank):
             self._put_in(site, kept(x), label, meeting)
         elif site.target is not None:
             self._send(site, x, meeting)
-        if self._is_timed:
-            self._seen_at = self._now()
+        self._goes_on()
         return _Pending(self, site, meeting, x, begun)
 
     def _done(self, call: Call, x: Tensor, is_lent: bool) -> Tensor:
         """Start a collective and wait for it. Only a message is copied: this thread cannot write to `x` now."""
-        if self._is_timed:
-            self._catch_up()
+        self._stops()
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
@@ -87,8 +82,7 @@ class SimulatedRank(WaitingRank):
             result = self._received(site, meeting, x)
             if sent is not None and site.source is None and call.op == "ppermute":
                 self.log.add(self.lane, ROUND, sent, site.wait_form)
-        if self._is_timed:
-            self._seen_at = self._now()
+        self._goes_on()
         return result
 
     def _site(self, call: Call, x: Tensor) -> Site:
@@ -233,23 +227,19 @@ class SimulatedRank(WaitingRank):
         site, meeting = sent.site, sent.meeting
         if site.target == self.rank:
             return
-        if self._is_timed:
-            self._catch_up()
+        self._stops()
         if len(meeting.sites) < site.group.size:
             self._wait(site, meeting)
-        if self._is_timed:
-            self._seen_at = self._now()
+        self._goes_on()
 
     def fetch(self, pending: _Pending) -> Tensor:
         """This rank's result of a collective. Its clock does not wait yet: it waits when the program does."""
         meeting = pending.meeting
-        if self._is_timed:
-            self._catch_up()
+        self._stops()
         if meeting.outputs is None:
             with no_dispatch():
                 self._wait(pending.site, meeting)
-        if self._is_timed:
-            self._seen_at = self._now()
+        self._goes_on()
         return meeting.outputs[pending.site.index]  # type: ignore
 
     def has_come(self, pending: _Pending) -> bool:

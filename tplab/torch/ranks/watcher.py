@@ -17,8 +17,7 @@ from tplab.torch.private import (
     graph_task,
     num_modes,
     parts_of,
-    pop_mode,
-    push_mode,
+    put_modes,
 )
 from tplab.torch.ranks.attention import ATTENTION, attention
 from tplab.torch.ranks.rank import this_rank
@@ -101,9 +100,7 @@ class Watcher(DispatchMode):
     def add(self, listener: Listener) -> None:
         self._listen(*self.listeners, listener)
         if not self._depth and self not in dispatch_modes():
-            above = [pop_mode(None) for _ in range(num_modes())]
-            push_mode(self)
-            _put_back(above)
+            put_modes([self, *dispatch_modes()])
 
     def remove(self, listener: Listener) -> None:
         """Remove a listener, and pop this mode if it was the last. Inside an operation or a backward pass, which would
@@ -112,10 +109,7 @@ class Watcher(DispatchMode):
             self._listen(*(one for one in self.listeners if one is not listener))
         if self.listeners or not num_modes() or self._depth or graph_task() != -1 or self not in dispatch_modes():
             return
-        above = []
-        while (mode := pop_mode(None)) is not self:
-            above.append(mode)
-        _put_back(above)
+        put_modes([mode for mode in dispatch_modes() if mode is not self])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -162,11 +156,6 @@ class Watcher(DispatchMode):
         for one, note in whole.items():
             one.ended(func, args, kwargs, result, note)
         return result
-
-
-def _put_back(modes: list[Any]) -> None:
-    for mode in reversed(modes):
-        push_mode(mode)
 
 
 @cache

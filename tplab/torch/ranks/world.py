@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ class World:
 
     is_timed           whether the ranks' own computing is timed
     values             what the trace keeps of messages and results
-    inherited          makes the context in which a rank's thread runs
+    inherited          the settings with which a rank's thread runs
     fuses_attention    whether its modelled clock is that of a chip that computes attention in one kernel
     stream             the caller's stream on the GPU that the ranks share, on which they all begin; None without a GPU
     """
@@ -35,37 +35,51 @@ class World:
         self.members: list[Any] = []  # the rank of each lane
         self.lines = Lines()
         self.groups: dict[tuple[int, ...], Group] = {}
-        self.inherited = inherited_state(device)
-        self.stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+        self.inherited = Inherited.here(device)
+        self.stream = self.inherited.stream
 
 
-def inherited_state(device: torch.device | None = None) -> Callable[[], AbstractContextManager[None]]:
-    """A context that gives another thread the torch settings of this one; `device` is where its program runs."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    num_threads, default_device = torch.get_num_threads(), torch.get_default_device()
-    kinds = {"cpu", "cuda"} | ({device.type} if device is not None else set())
-    kinds = {kind for kind in kinds if torch.amp.is_autocast_available(kind)}  # meta tensors have none
-    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-    cache = torch.is_autocast_cache_enabled()
-    stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+class Inherited(NamedTuple):
+    """The torch settings of a thread, for another thread or a process that runs a program in its place."""
+
+    grad: bool
+    inference: bool
+    num_threads: int
+    default_device: torch.device
+    autocast: list[tuple[str, torch.dtype, bool]]
+    stream: Any = None
+
+    @classmethod
+    def here(cls, device: torch.device | None = None, num_ranks: int = 1) -> Inherited:
+        """Those of the calling thread; `device` is where the program runs. Processes share its threads."""
+        kinds = {"cpu", "cuda"} | ({device.type} if device is not None else set())
+        kinds = {kind for kind in kinds if torch.amp.is_autocast_available(kind)}  # meta tensors have none
+        cache = torch.is_autocast_cache_enabled()
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            max(1, torch.get_num_threads() // num_ranks),
+            torch.get_default_device(),
+            [(kind, torch.get_autocast_dtype(kind), cache) for kind in kinds if torch.is_autocast_enabled(kind)],
+            torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None,
+        )
 
     @contextmanager
-    def state() -> Iterator[None]:
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
+    def state(self) -> Iterator[None]:
+        """A context with these settings."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
         with ExitStack() as stack:
-            # a GPU's backward pass would run in a thread that all ranks share, and the first to wait would stop all
+            # a GPU's backward pass would run in a thread that knows no rank, and the first to wait would stop all
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if inference:
+            if self.inference:
                 stack.enter_context(torch.inference_mode())
-            if not grad:
+            if not self.grad:
                 stack.enter_context(torch.no_grad())
-            if default_device.type != "cpu":
-                stack.enter_context(default_device)
-            for kind, dtype in autocast:
+            if self.default_device.type != "cpu":
+                stack.enter_context(self.default_device)
+            for kind, dtype, cache in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-            if stream is not None:
-                stack.enter_context(torch.cuda.stream(stream))  # this also makes its device the current one
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))  # this also makes its device the current one
             yield
-
-    return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -135,28 +135,25 @@ class RecordedGroup(dist.ProcessGroup, metaclass=_IsAnyGroup):
         return self._listener
 
 
-def _method(name: str) -> Callable[..., Any]:
-    def method(self: RecordedGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._record(name, args, kwargs)
+def _give(kind: type, names: Iterable[str], call: Callable[..., Any]) -> None:
+    """Give a class these methods, each of which is `call(self, name, args, kwargs)`."""
+    for name in names:
 
-    method.__name__ = name
-    return method
+        def method(self: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
+            return call(self, name, args, kwargs)
 
-
-def _said_to_both(name: str) -> Callable[..., Any]:
-    def method(self: RecordedGroup, *args: Any) -> None:
-        getattr(self.real, name)(*args)
-        getattr(dist.ProcessGroup, name)(self, *args)
-
-    method.__name__ = name
-    return method
+        method.__name__ = name
+        setattr(kind, name, method)
 
 
-for _name in ("_register_backend", "_set_default_backend", "_set_group_desc"):
-    setattr(RecordedGroup, _name, _said_to_both(_name))
+def _said_to_both(group: RecordedGroup, name: str, args: Any, kwargs: Any) -> None:
+    getattr(group.real, name)(*args)
+    getattr(dist.ProcessGroup, name)(group, *args)
+
+
+_give(RecordedGroup, ("_register_backend", "_set_default_backend", "_set_group_desc"), _said_to_both)
 _ASKED = {name for name in {**vars(Asked), **vars(Listener)} if hasattr(dist.ProcessGroup, name)}
-for _name in {name for name in _ASKED if not name.startswith("__")}:
-    setattr(RecordedGroup, _name, _method(_name))
+_give(RecordedGroup, [name for name in _ASKED if not name.startswith("__")], RecordedGroup._record)
 
 
 # --- what the program waits for ---------------------------------------------------------------------------------------
@@ -215,17 +212,9 @@ class Watched(c10d_C.Work):
                 self._notes.came_from(self._begun[0][0], self._rank_at(self._work._source_rank()))
 
 
-def _as_it_is(name: str) -> Callable[..., Any]:
-    def method(self: Watched) -> Any:
-        return getattr(self._work, name)()
-
-    method.__name__ = name
-    return method
-
-
-for _name in ("block_current_stream", "is_success", "exception", "source_rank", "_source_rank", "result",
-              "get_future_result", "_get_duration", "_get_op_type", "boxed"):  # fmt: skip
-    setattr(Watched, _name, _as_it_is(_name))
+_AS_THEY_ARE = ("block_current_stream", "is_success", "exception", "source_rank", "_source_rank", "result",
+                "get_future_result", "_get_duration", "_get_op_type", "boxed")  # fmt: skip
+_give(Watched, _AS_THEY_ARE, lambda work, name, args, kwargs: getattr(work._work, name)())
 
 
 # --- from start to the end of the process -----------------------------------------------------------------------------

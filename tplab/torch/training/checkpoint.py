@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tplab.models.gpt import GPTConfig, gpt_parameters
-from tplab.sharding import P
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.layers.parameters import piece_of
 from tplab.torch.ranks.rank import this_rank
@@ -53,17 +52,14 @@ def load(folder: str | Path, step: int, optimizer: Optimizer, config: GPTConfig)
     arrays = checkpoint.load(folder, step, names, is_checked=True)
     specs = gpt_parameters(config)
     for piece in optimizer.pieces:
-        here = {kind: _here(arrays[f"{kind}.{piece.name}"], specs[piece.name].spec) for kind in ("model", *STATES)}
+        wholes = {kind: torch.from_numpy(arrays[f"{kind}.{piece.name}"]) for kind in ("model", *STATES)}
+        here = {kind: piece_of(whole, specs[piece.name].spec) for kind, whole in wholes.items()}
         if piece.whole is not None:
             piece.whole.copy_(here["model"])
         states = optimizer.states(piece)
         states["step"].fill_(step)
         for kind, x in {"model": piece.own, **{kind: states[kind] for kind in STATES}}.items():
             x.copy_(here[kind].reshape(-1)[piece.held.start : piece.held.stop].view_as(x))
-
-
-def _here(array: np.ndarray, spec: P) -> Tensor:
-    return piece_of(torch.from_numpy(array), spec)
 
 
 def _numpy(x: Tensor) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tplab.mesh import Axis
 from tplab.models.gpt import GPTConfig, Parameter, gpt_layer_name, gpt_specs
-from tplab.sharding import cut
+from tplab.sharding import held_by
 from tplab.torch.data.shard_parameters import gather_state
 from tplab.torch.layers.parameters import piece_of
 from tplab.torch.pipeline.stages import Stages
@@ -52,10 +52,6 @@ def whole_of(stages: Stages, config: GPTConfig, is_cut: bool) -> dict[str, Tenso
 
 def box_of(about: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """This rank's tensor-parallel piece of a parameter: its first index and its size in each dim."""
-    rank, begins, sizes = this_rank(), list[int](), list[int]()
-    for size, entry in zip(about.shape, [*about.spec, *[None] * (len(about.shape) - len(about.spec))]):
-        place = None if entry is None else rank.place(entry)
-        held = range(size) if place is None else cut(size, len(place.group), "ceil")[place.index]
-        begins.append(held.start)
-        sizes.append(len(held))
-    return tuple(begins), tuple(sizes)
+    rank = this_rank()
+    held = held_by(about.shape, about.spec, rank.mesh, rank.rank)
+    return tuple(one.start for one in held), tuple(map(len, held))

@@ -102,28 +102,20 @@ def _kept(make: _Made, gone: Callable[[int], bool], **about: Any) -> list[Step]:
     return [make.step("linear", tuple(None if gone(dim) else next(left, None) for dim in range(make.x.dim())), **about)]
 
 
-def _mm(make: _Made) -> list[Step]:
-    return [make.step("product", (0, None), (None, 1), over="sum")]
+def _product(make: _Made) -> list[Step]:
+    """a @ b, or bias + a @ b as two steps."""
+    dims, same = _PRODUCTS[make.name], tuple(range(make.result.dim()))
+    if len(make.operands) == len(dims):
+        return [make.step("product", *dims, over="sum")]
+    first = make.step("product", *dims, takes=(1, 2), over="sum")
+    return [first, make.step("linear", same, make.right(make.x), takes=(0,))]
 
 
-def _bmm(make: _Made) -> list[Step]:
-    return [make.step("product", (0, 1, None), (0, None, 2), over="sum")]
-
-
-def _with_bias(product: Callable[[int], tuple[Dims, Dims]]) -> Callable[[_Made], list[Step]]:
-    """bias + a @ b, as two steps."""
-
-    def steps(make: _Made) -> list[Step]:
-        first = make.step("product", *product(make.result.dim()), takes=(1, 2), over="sum")
-        same = tuple(range(make.result.dim()))
-        return [first, make.step("linear", same, make.right(make.x), takes=(0,))]
-
-    return steps
-
-
-def _vectors(make: _Made) -> list[Step]:
-    dims: tuple[Dims, ...] = ((0, None), (None,)) if make.name == "mv" else ((None,), (None,))
-    return [make.step("product", *dims, over="sum")]
+_ROWS, _BATCHES = ((0, None), (None, 1)), ((0, 1, None), (0, None, 2))
+_PRODUCTS: dict[str, tuple[Dims, Dims]] = {
+    "mm": _ROWS, "addmm": _ROWS, "bmm": _BATCHES, "baddbmm": _BATCHES, "mv": ((0, None), (None,)),
+    "dot": ((None,), (None,)),
+}  # fmt: skip
 
 
 def _permuted(make: _Made) -> list[Step]:
@@ -169,10 +161,8 @@ def _split(make: _Made) -> list[Step]:
 
 
 def _joined(make: _Made) -> list[Step]:
-    if make.name == "stack":
-        at = make.dim(1, make.result)
-        return [make.step("linear", *[tuple(d + (d >= at) for d in range(x.dim())) for _, x in make.operands])]
-    return [make.step("linear", *[tuple(range(x.dim())) for _, x in make.operands])]
+    at = make.dim(1, make.result) if make.name == "stack" else make.result.dim()
+    return [make.step("linear", *[tuple(d + (d >= at) for d in range(x.dim())) for _, x in make.operands])]
 
 
 def _reduced(how: How, over: str) -> Callable[[_Made], list[Step]]:
@@ -323,9 +313,7 @@ _RULES: dict[str, Callable[[_Made], list[Step]]] = {
     **dict.fromkeys(("where", "masked_fill"), _where),
     **dict.fromkeys(("slice_backward", "select_backward"), _grown),
     **dict.fromkeys(("clone", "detach", "alias", "lift_fresh", "expand", "_to_copy", "copy"), _right),
-    "mm": _mm, "bmm": _bmm, "mv": _vectors, "dot": _vectors,
-    "addmm": _with_bias(lambda _: ((0, None), (None, 1))),
-    "baddbmm": _with_bias(lambda _: ((0, 1, None), (0, None, 2))),
+    **dict.fromkeys(_PRODUCTS, _product),
     "unsqueeze": _unsqueezed, "squeeze": _squeezed, "select": _selected,
     "sum": _reduced("linear", "sum"), "mean": _reduced("linear", "mean"),
     "embedding": _embedding, "embedding_dense_backward": _embedding_backward, "gather": _gathered,

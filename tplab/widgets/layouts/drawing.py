@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from tplab.forecast import Forecast
 from tplab.units import plain, ticks
+from tplab.widgets.layouts.candidates import Candidates
 from tplab.widgets.layouts.words import GIB, KIND_HUES, KINDS, PART_HUES, PARTS, seconds_text
-from tplab.widgets.layouts.workbench import Workbench
 from tplab.widgets.paper.legend import Key, dashes, draw_legend
 from tplab.widgets.paper.measured import draw_diamond
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, INK, LINE, PAPER, SOFT, Colour, hue, mix
@@ -24,18 +24,18 @@ LABEL, TOTAL = 104, 90
 _REACH = 14
 
 
-def legend(bench: Workbench) -> list[Key]:
+def legend(bench: Candidates) -> list[Key]:
     keys = [Key("fits", mix(HUES[0], 0.55), HUES[0], "disc"), Key("does not fit, or may not", HUES[1], sign="cross")]
     keys += [Key("no other is faster and smaller", edge=mix(DIM, 0.6), sign="stair")]
     return [*keys, Key(f"measured by {bench.by}", sign="diamond")] if bench.measured else keys
 
 
-def note(bench: Workbench) -> str:
+def note(bench: Candidates) -> str:
     found = bench.survey
     return f"{len(bench.shown)} of {found.considered:,} plans are drawn; {found.fitting:,} fit"
 
 
-def plan_map(bench: Workbench) -> Scene:
+def plan_map(bench: Candidates) -> Scene:
     """Seconds along x, on a logarithmic scale; GiB along y. The key of a plan is its index."""
     found, plans = bench.points(), range(len(bench.shown))
     seconds, gib = found["seconds"].tolist(), found["gib"].tolist()
@@ -110,7 +110,7 @@ def plan_map(bench: Workbench) -> Scene:
     return sheet
 
 
-def _about_plan(bench: Workbench, plan: int, seconds: float, gib: float, fits: int) -> list[tuple[str, str]]:
+def _about_plan(bench: Candidates, plan: int, seconds: float, gib: float, fits: int) -> list[tuple[str, str]]:
     one = bench.forecasts.get(bench.shown[plan].plan)
     rows = [("", str(bench.shown[plan].plan))]
     rows += [("a step", seconds_text(one) if one else f"about {plain(seconds)} s, an estimate")]
@@ -122,7 +122,7 @@ def _about_plan(bench: Workbench, plan: int, seconds: float, gib: float, fits: i
     return rows
 
 
-def step(bench: Workbench) -> Scene:
+def step(bench: Candidates) -> Scene:
     """The parts of the step of each plan with a forecast, and the memory of its ranks, beside the best plan's."""
     known = [index for index, one in enumerate(bench.shown) if one.plan in bench.forecasts]
     best = bench.forecast(bench.best)

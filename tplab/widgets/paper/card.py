@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 from functools import cache, cached_property, wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, SupportsFloat, TypeVar, cast
 
 import anywidget
 import ipywidgets
 import traitlets
 
-from tplab.widgets.paper.above import below
+from tplab.widgets.paper.still import below
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -107,3 +107,13 @@ class Card(anywidget.AnyWidget):
             data, metadata = self._repr_mimebundle_()
             display(data, metadata=metadata, raw=True)
             getattr(self, "_handle_displayed")(**kwargs)  # noqa: B009  only ipywidgets 7 has it
+
+
+class Step(traitlets.Float):
+    """A position in steps, from 0 to the widget's `num_steps`; fractions are within a step."""
+
+    def validate(self, obj: Any, value: Any) -> float:
+        last = obj.num_steps
+        if not isinstance(value, SupportsFloat) or not 0 <= float(value) <= last:
+            raise traitlets.TraitError(f"step is {value!r}, and there are steps 0 to {last}; give one of those")
+        return float(value)

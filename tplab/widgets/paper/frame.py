@@ -5,12 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from tplab.units import ticks, time_text
 from tplab.widgets.paper.action import Sheet
 from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, LINE, PAPER
 
 MARGIN = 18
+MAX_STEPS = 400
 _LINE = 16
 
 
@@ -50,6 +53,17 @@ def draw_axis(
 def draw_playhead(sheet: Sheet, x: float, top: float, bottom: float) -> None:
     sheet.line([(x, top), (x, bottom)], ACCENT, 1.6)
     sheet.box(x - 3.2, top - 4.2, 6.4, 6.4, fill=ACCENT, radius=3.2)
+
+
+def rests(ends: np.ndarray, last: float = 0.0) -> np.ndarray:
+    """The start, every distinct moment at which an action ends, and `last`, if it is later; or, if those are too many,
+    evenly spaced times."""
+    ends = np.sort(np.append(ends, last))
+    last = float(ends[-1])
+    ends = ends[(ends > 1e-9 * last) & (np.diff(ends, append=np.inf) > 1e-9 * last)]
+    if len(ends) > MAX_STEPS:
+        return np.linspace(0.0, last, MAX_STEPS + 1)
+    return np.append(0.0, ends if len(ends) else last)
 
 
 def lines_said(width: float, head: str, said: str) -> list[str]:

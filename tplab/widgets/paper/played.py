@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import traitlets
 
-from tplab.widgets.paper.card import Card, script
+from tplab.widgets.paper.card import Card, Step, script
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.scene import Scene, packed
-from tplab.widgets.paper.step import Step
 from tplab.widgets.paper.wire import pack
 
 

@@ -1,6 +1,6 @@
 """A trace of an executed pipeline schedule over its prediction: when each action ran, and when it was predicted.
 
-`now(over, step)` is the picture at one moment; static/overlay.js is the same in JavaScript.
+`now(over, step)` is the picture at one moment; static/overlay.js draws it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from tplab.schedules import Comparison, Simulation, compare
 from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
 from tplab.units import plain, time_text
+from tplab.widgets.paper.frame import rests
 from tplab.widgets.paper.legend import IDLE, OTHER_WORK, Key, actions
 from tplab.widgets.paper.palette import KINDS, PAPER
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.shown import a
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.schedule.facts import Fact
-from tplab.widgets.schedule.papers import paper_name
-from tplab.widgets.schedule.payload import actions_of
+from tplab.widgets.schedule.facts import Fact, paper_name
+from tplab.widgets.schedule.still import actions_of
 from tplab.widgets.score import words
 from tplab.widgets.score.op_kinds import name_of
-
-MAX_STEPS = 400
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,13 +117,17 @@ def overlay(
         "due_end": run.end - begin,
     }
     ops, others = _others(trace, beside)
-    return Overlay(trace, beside, _moments(actions), actions, others, ops)
+    times = rests(actions["end"], float(max(actions["end"].max(), actions["due_end"].max())))
+    return Overlay(trace, beside, times, actions, others, ops)
 
 
 def now(over: Overlay, position: float) -> Now:
     """The picture at `position`, in steps: step k is the k-th distinct moment at which an action ends."""
-    position = min(max(float(position), 0.0), float(over.num_steps))
-    time, near, ranks = over.time(position), over.tolerance, over.predicted.schedule.num_ranks
+    return at(over, over.time(position))
+
+
+def at(over: Overlay, time: float) -> Now:
+    near, ranks = over.tolerance, over.predicted.schedule.num_ranks
 
     def under_way(start: np.ndarray, end: np.ndarray) -> list[list[int]]:
         rows = np.flatnonzero((start <= time + near) & (time < end - near))
@@ -248,32 +250,20 @@ def sent(of: Overlay) -> bytes:
         "ranks": schedule.num_ranks,
         "names": list(of.comparison.ranks),
         "word": of.word,
-        "stages": schedule.num_stages,
         "times": of.times.tolist(),
         "ops": [name_of(op) for op in of.ops],
         "makespan": of.comparison.makespan,
         "facts": facts(of),
     }
     others = {f"other_{name}": column for name, column in of.others.items()}
+    others["stops"] = np.unique([of.actions[name] for name in ("start", "end", "due_start", "due_end")])
+    header["said"] = [say(of, at(of, time))[1:] for time in others["stops"].tolist()]
     if of.trace.warnings:
         header["warning"] = words.warning(of.trace)
     return pack(header, {**of.actions, **others, **drawn})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _moments(actions: dict[str, np.ndarray]) -> np.ndarray:
-    """The times at which the playhead rests."""
-    last = max(float(actions["end"].max()), float(actions["due_end"].max()))
-    ends = np.sort(np.append(actions["end"], last))
-    ends = ends[ends > 1e-9 * last]
-    ends = ends[np.diff(ends, append=np.inf) > 1e-9 * last]
-    if not len(ends):
-        return np.array([0.0, last])
-    if len(ends) > MAX_STEPS:
-        return np.linspace(0.0, last, MAX_STEPS + 1)
-    return np.append(0.0, ends)
 
 
 def _others(trace: Trace, beside: Comparison) -> tuple[list[str], dict[str, np.ndarray]]:

@@ -1,8 +1,9 @@
-"""The picture of simulated pipeline schedules: a scene, for PNG and for SVG."""
+"""The picture of simulated pipeline schedules: a scene, for PNG and SVG; and the data that the browser draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,12 +11,12 @@ from tplab.schedules import Schedule, Simulation
 from tplab.schedules.action import CODE
 from tplab.units import counted, plain
 from tplab.widgets.paper.action import Sheet, draw_action
-from tplab.widgets.paper.frame import MARGIN, draw_axis, draw_facts, draw_head
+from tplab.widgets.paper.frame import MARGIN, draw_axis, draw_facts, draw_head, rests
 from tplab.widgets.paper.legend import IDLE, Key, actions, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, HUES, SOFT, WORK, hue, mix
-from tplab.widgets.paper.scene import Scene
-from tplab.widgets.schedule.facts import PAIR, facts
-from tplab.widgets.schedule.papers import paper_name
+from tplab.widgets.paper.scene import Scene, packed
+from tplab.widgets.paper.wire import pack
+from tplab.widgets.schedule.facts import PAIR, Fact, facts, meanings, paper_name
 
 At = Callable[[float], float]
 LEFT, WIDTH = 58, 860
@@ -173,3 +174,72 @@ def sentence(runs: Sequence[Simulation]) -> str:
         for held in [float(run.peak_activations.max(initial=0.0))]
     ]
     return "; beside it ".join(said) + "."
+
+
+def moments(runs: Sequence[Simulation]) -> np.ndarray:
+    """The times at which the playhead rests."""
+    return rests(np.concatenate([run.end - run.start.min(initial=0.0) for run in runs]))
+
+
+def board(runs: Sequence[Simulation], limit: float | None) -> bytes:
+    """The data that the browser draws from; static/gantt.js reads it."""
+    figures = [facts(run, limit) for run in runs]
+    header, columns = charts(runs, limit, figures)
+    said = meanings(fact for found in figures for fact in found)
+    header |= {"about": about(runs[0]), "badge": badge(runs[0]), "meanings": said}
+    return pack(header, {"times": moments(runs), **columns})
+
+
+def charts(
+    runs: Sequence[Simulation],
+    limit: float | None,
+    figures: Sequence[Sequence[Fact]],
+    colours: Sequence[str] = ("kind", "microbatch", "stage"),
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Runs with their figures, and the legends for each meaning of colours, as a header and its columns."""
+    keys = {by: legend(runs, limit, by) for by in colours}
+    header, columns = packed([], [key for of in keys.values() for key in of])
+    rest = iter(header.pop("legend"))
+    header |= {
+        "legends": {by: [next(rest) for _ in of] for by, of in keys.items()},
+        "title": paper_name(runs[0].schedule.name),
+        "unit": runs[0].costs.unit,
+        "limit": limit,
+        "runs": [
+            {
+                "name": paper_name(run.schedule.name),
+                "about": about_beside(run, runs[0]),
+                "ranks": run.schedule.num_ranks,
+                "makespan": run.makespan,
+                "peak": float(run.peak_activations.max(initial=0.0)),
+                "facts": found,
+            }
+            for run, found in zip(runs, figures)
+        ],
+    }
+    for index, run in enumerate(runs):
+        columns |= {f"{name}.{index}": column for name, column in columns_of(run).items()}
+    return header, columns
+
+
+def actions_of(schedule: Schedule) -> dict[str, np.ndarray]:
+    columns = {name: getattr(schedule, name) for name in ("rank", "kind", "stage", "slot", "microbatch")}
+    return columns | {"joined": schedule.joined.astype(np.int8)}
+
+
+def columns_of(run: Simulation) -> dict[str, np.ndarray]:
+    """A run as arrays that a chart draws: its actions, and what each rank holds."""
+    schedule, begin = run.schedule, float(run.start.min(initial=0.0))
+    stairs = [run.activations(rank) for rank in range(schedule.num_ranks)]
+    start = np.where(schedule.joined, np.roll(run.start, 1), run.start)  # a pair is one span of time
+    return {
+        **actions_of(schedule),
+        "start": start - begin,
+        "end": run.end - begin,
+        "waits": run.waits_for,
+        "message": schedule.needs.message,
+        "critical": np.array(run.critical_indices(), np.int32),
+        "stair": np.cumsum([0, *(len(times) for times, _ in stairs)]),
+        "stairTime": np.concatenate([times for times, _ in stairs]) - begin,
+        "stairHeld": np.concatenate([held for _, held in stairs]),
+    }

@@ -17,9 +17,10 @@ from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, f
 from tplab.schedules.action import in_words
 from tplab.trace.perfetto import chrome_trace
 from tplab.units import plain
+from tplab.widgets.paper.bench import Bench
 from tplab.widgets.paper.svg import svg
-from tplab.widgets.schedule import payload, still
-from tplab.widgets.schedule.papers import PAPERS
+from tplab.widgets.schedule import still
+from tplab.widgets.schedule.facts import PAPERS
 from tplab.widgets.schedule.tasks import TASKS
 
 LIMITS: dict[str, tuple[float, float, float]] = {
@@ -43,16 +44,16 @@ AUTO = "auto"
 PASTED = "pasted"
 
 
-class Workbench:
+class Workbench(Bench):
     """A schedule, the numbers it is simulated with, and its changes by hand.
 
-    settings   the state of the controls. `memory_limit` and `compare` may be None; `stage_costs` is text, see
-               `parts_of`; `own` has your own schedules by name, as CSV: these names are rules too. One of them is
-               "edited", the result of changes by hand. `task` names the task that the reader works on; "" is none
+    settings   `memory_limit` and `compare` may be None; `stage_costs` is text, see `parts_of`; `own` has your own
+               schedules by name, as CSV: these names are rules too. One of them is "edited", the result of changes by
+               hand
     runs       what is shown: the simulated schedule, and the one beside it
-    notice     a problem: a rule that does not fit, a move that is not legal, memory over its limit
-    is_stale   whether the settings are impossible, so that the last possible schedule is still shown
     """
+
+    tasks = TASKS
 
     def __init__(self, settings: Mapping[str, Any]):
         check_settings(settings)
@@ -80,9 +81,10 @@ class Workbench:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
+    def check(self, settings: Mapping[str, Any]) -> None:
+        check_settings(settings)
+
     def ask(self, settings: Mapping[str, Any]) -> None:
-        """Apply these settings. Raises ValueError for settings that no control can produce; `notice` has other
-        problems."""
         check_settings(settings)
         before, self.settings = self.settings, {"task": "", **settings}
         changed = {name for name in before if before[name] != self.settings[name]} - {"task"}
@@ -109,7 +111,7 @@ class Workbench:
             self.notice, self.is_stale = str(error).replace("stage_costs", "cost of each stage"), True
 
     def _show(self, runs: list[Simulation]) -> None:
-        self.runs = runs
+        self.runs, self._board = runs, b""
         found = [] if self.limit is None else faults(self.schedule, memory_limit=self.limit, at_most=1)
         self.notice, self.is_stale = (str(found[0]) if found else ""), False
 
@@ -192,8 +194,8 @@ class Workbench:
     # --- what is shown -------------------------------------------------------------------------------------------
 
     def board(self) -> bytes:
-        """The data that the browser draws from."""
-        return payload.board(self.runs, self.limit)
+        self._board = self._board or still.board(self.runs, self.limit)
+        return self._board
 
     def export(self, kind: str, colour: str = "kind") -> str:
         """The schedule as text: "svg", "csv" (torch's form) or "perfetto" (JSON that ui.perfetto.dev opens).
@@ -209,8 +211,7 @@ class Workbench:
         raise ValueError(f"export is {kind!r}; it must be one of svg, csv, perfetto")
 
     def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
-        """Answer the browser, which asks for a change by hand, for a file, or whether its settings have arrived. Every
-        message gets an answer, so the browser knows that Python is running; the answer to a move describes it."""
+        """The browser asks for a change by hand, or for a file. The answer to a move describes it."""
         if "move" in message:
             rank, index, to = map(int, message["move"])
             before = self.run.makespan
@@ -235,15 +236,11 @@ class Workbench:
         change = f"stays {makespan}" if before == self.run.makespan else f"goes from {plain(before)} to {makespan}"
         return f"Rank {rank} now runs {in_words(row[to])} {where}. The makespan {change}."
 
+    def judged(self) -> tuple[Simulation]:
+        return (self.run,)
+
     def traits(self) -> dict[str, Any]:
-        """The parts of the card besides the board; `settings` is also the state of its controls."""
-        return {
-            "settings": dict(self.settings),
-            "notice": self.notice,
-            "is_stale": self.is_stale,
-            "num_edits": self.num_edits,
-            "verdict": TASKS.verdict(self.settings, self.notice if self.is_stale else "", self.run),
-        }
+        return {**super().traits(), "num_edits": self.num_edits}
 
 
 _SUFFIX = {"svg": "svg", "csv": "csv", "perfetto": "json"}

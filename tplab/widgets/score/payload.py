@@ -1,4 +1,5 @@
-"""A score as it is sent to the browser: everything that the widgets of a trace need for drawing."""
+"""A score as it is sent to the browser: everything that the widgets of a trace need for drawing, and
+their legends, which have only what is in the pictures."""
 
 from __future__ import annotations
 
@@ -6,13 +7,49 @@ from typing import Any
 
 import numpy as np
 
+from tplab.schedules.action import F
 from tplab.trace.critical_path import critical_rows
+from tplab.widgets.paper.legend import IDLE, WORKS, Key, actions
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.paper.palette import TOKENS, token
+from tplab.widgets.paper.palette import GRADIENT, HUES, KINDS, LINE, TOKENS, WORK, mix, token
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.score import legends, ranks, table, words
-from tplab.widgets.score.score import Score
+from tplab.widgets.score import ranks, table, words
+from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
+
+
+def of_animation(score: Score) -> list[Key]:
+    kept = mix(HUES[0], 0.26), HUES[0]
+    if score.is_pipeline:
+        sent = [Key("forward; activations on their way", KINDS["F"]), Key("gradients on their way", GRADIENT)]
+        return [*sent, *actions(score.action_kinds - {F}), Key("activations that a rank holds", *kept)]
+    if not score.items:
+        return []
+    keys = [Key("has been here" if score.tells_past else "held", *kept), Key("arriving", edge=HUES[0], sign="dashed")]
+    if any(len(pool) > 1 for item in score.items for pool in item.pools):
+        named = score.trace.mesh.size <= 8 and not score.shows_numbers  # as they are written in cells
+        parts = Key(f"{'0+1: the ranks ' * named}whose parts are in it", HUES[0], sign="parts")
+        keys += [Key("passed on", edge=LINE), parts]
+    return [*keys, Key("computing", *WORKS["elementwise"])] if score.computes else keys
+
+
+def of_timeline(score: Score, measured: Durations) -> list[Key]:
+    keys = _of_pipeline(score) if score.is_pipeline else [
+        Key(text, *WORKS[kind]) for kind, text in (*score.work_legend, *score.talk_legend)]  # fmt: skip
+    if not score.is_pipeline and (score.bars["kind"] == SEND).any():
+        keys.append(Key("messages, in the colour of what they carry", sign="hues"))
+    keys += [IDLE] if score.computes else []
+    return [*keys, Key(f"measured by {measured.by}", sign="diamond")] if measured.rows else keys
+
+
+def _of_pipeline(score: Score) -> list[Key]:
+    bars, keys = score.bars, actions(score.action_kinds)
+    is_other, is_sent = (bars["kind"] == COMPUTE) & (score.actions < 0), ~np.isin(bars["kind"], (COMPUTE, WAIT))
+    keys += [Key("other work", *WORKS["computing"])] if is_other.any() else []
+    says = ("other messages", WORK), ("activations sent", KINDS["F"]), ("gradients sent", GRADIENT)
+    there = np.unique(bars["flow"][is_sent]).tolist()
+    return keys + [Key(says[flow][0], mix(says[flow][1], 0.24), says[flow][1]) for flow in (1, 2, 0) if flow in there]
+
 
 MAX_NUMBERS = 6000  # of contents: 24 KB
 
@@ -20,7 +57,7 @@ MAX_NUMBERS = 6000  # of contents: 24 KB
 def picture(score: Score) -> bytes:
     """For `animate`: the scenes of the ranks and of the table, the sentences, the holds, and the bars."""
     drawings = [scene for scene in (ranks.draw(score), table.draw(score)) if scene]
-    scenes, drawn = packed(drawings, legends.of_animation(score))
+    scenes, drawn = packed(drawings, of_animation(score))
     holds = {f"hold_{name}": column for name, column in score.holds.items()}
     kept = _contents(score, holds)
     columns = {**_bars(score), **drawn, **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)}
@@ -31,7 +68,7 @@ def lanes(score: Score, measured: Durations | None = None, by_kind: bool = False
     """For `timeline`: the bars with everything known about them, and which of them are on the critical path. by_kind:
     whether collectives are coloured by their effect."""
     measured, critical, busy = measured or Durations(), _critical_bars(score), words.busy(score)
-    legend, drawn = packed([], legends.of_timeline(score, measured))
+    legend, drawn = packed([], of_timeline(score, measured))
     flops = score.trace.column("flops")[score.bars["row"]].astype(float)
     said = {"facts": words.facts(score, critical), "busy": busy.tolist() if score.computes else None}
     header = {**_about(score), **legend, **said}

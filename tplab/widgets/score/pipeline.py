@@ -7,10 +7,10 @@ import re
 import numpy as np
 
 from tplab.trace.trace import Trace
+from tplab.widgets.paper.frame import rests
 from tplab.widgets.score.holds import GONE, HELD
 
 ACTIVATIONS, GRADIENTS = 1, 2  # what a message carries; 0: neither
-MAX_MOMENTS = 400
 
 _ACTIONS = re.compile(r"[FBIW]\d+(\+[FBIW]\d+)*")
 _ACTION = re.compile(r"([FBIW])(\d+)")
@@ -58,14 +58,8 @@ def _is_apart(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
 
 def moments(columns: dict[str, np.ndarray]) -> np.ndarray:
     """When the steps begin: each distinct moment at which an action ends; the last one is the end of the run."""
-    actions = _rows(columns)
-    ends = np.unique(np.round(columns["end"][actions], 12))
-    last = float(columns["end"].max())
     begin = float(columns["start"].min())
-    if len(ends) > MAX_MOMENTS:
-        return np.linspace(begin, last, MAX_MOMENTS + 1)
-    inner = ends[(ends > begin) & (ends < last * (1 - 1e-12))]
-    return np.concatenate([[begin], inner, [last]])
+    return begin + rests(columns["end"][_rows(columns)] - begin, float(columns["end"].max()) - begin)
 
 
 def flows(columns: dict[str, np.ndarray], send: int) -> np.ndarray:

@@ -11,8 +11,7 @@ from tplab.widgets.paper.scene import Curve, Scene, before
 from tplab.widgets.score.holds import PASSED
 from tplab.widgets.score.layout import DOT, SLOT, Layout, layout
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, Score
-from tplab.widgets.score.stretches import Cell, Stretch, coming, held, joined, spans
-from tplab.widgets.score.table import draw_cell, draw_coming, key_of_cell
+from tplab.widgets.score.table import Cell, Stretch, coming, draw_cell, draw_coming, held, joined, key_of_cell, spans
 
 _MOST_LINKS = 300
 _LEVELS = 40  # of the share of all items

@@ -1,21 +1,88 @@
-"""The table of what each rank holds, and its cells: a scene whose playhead is a time."""
+"""The table of what each rank holds, and its cells: a scene whose playhead is a time.
+
+A stretch is a span in which a rank holds something, or something is in transit to it.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tplab.units import number_text
 from tplab.widgets.paper.palette import DIM, INK, LINE, SOFT, mix
-from tplab.widgets.paper.scene import Scene
-from tplab.widgets.score.holds import PASSED, UNSURE
+from tplab.widgets.paper.scene import Scene, before
+from tplab.widgets.score.holds import GONE, PASSED, UNSURE
 from tplab.widgets.score.layout import SLOT, Columns, columns
-from tplab.widgets.score.score import Score
-from tplab.widgets.score.stretches import Stretch, coming, held, spans, without
+from tplab.widgets.score.score import COLLECTIVE, SEND, Score
+
+Cell = tuple[int, int]
+"""A rank, and one of the score's items."""
+
+
+class Stretch(NamedTuple):
+    """A span after `begin` and up to `end`, as in `Scene.during`. hold: its row in Score.holds."""
+
+    hold: int
+    begin: float
+    end: float
+
+
+def spans(score: Score) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The columns of all stretches, by rank and item: hold, begin and end."""
+    holds = score.holds
+    order = np.lexsort((holds["item"], holds["rank"]))
+    cell = (holds["rank"].astype(int) * len(score.items) + holds["item"])[order]
+    begin = np.nextafter(holds["time"][order], -math.inf)
+    end = np.append(begin[1:], math.inf)
+    end[np.append(cell[1:] != cell[:-1], True)] = math.inf
+    there = (begin < end) & (holds["state"][order] != GONE)
+    return order[there], begin[there], end[there]
+
+
+def held(score: Score) -> dict[Cell, list[Stretch]]:
+    """What each rank holds of an item, one hold after the other."""
+    found: dict[Cell, list[Stretch]] = {}
+    for hold, begin, end in zip(*(column.tolist() for column in spans(score))):
+        cell = int(score.holds["rank"][hold]), int(score.holds["item"][hold])
+        found.setdefault(cell, []).append(Stretch(hold, begin, end))
+    return found
+
+
+def coming(score: Score) -> dict[Cell, list[tuple[float, float]]]:
+    """When a message with an item is in transit to a rank, or a collective makes the item."""
+    bars, found = score.bars, {}
+    for kind, to in ((SEND, "peer"), (COLLECTIVE, "rank")):
+        rows = np.flatnonzero((bars["kind"] == kind) & (bars["item"] >= 0) & (bars["end"] > bars["start"]))
+        for row in rows.tolist():
+            cell = int(bars[to][row]), int(bars["item"][row])
+            found.setdefault(cell, []).append((float(bars["start"][row]), before(float(bars["end"][row]))))
+    return found
+
+
+def without(begin: float, end: float, taken: Iterable[Stretch]) -> Iterator[tuple[float, float]]:
+    """A span of time without others, which are in order of time."""
+    for _, a, b in taken:
+        if a > begin and begin < end:
+            yield begin, min(a, end)
+        begin = max(begin, b)
+    if begin < end:
+        yield begin, end
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time, with overlapping ones merged."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin < found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
 
 Box = tuple[float, float, float, float]
 _MOST_ROWS = 64

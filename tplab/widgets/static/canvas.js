@@ -5,27 +5,6 @@ export function shape(pen, x, y, width, height, radius) {
   else pen.rect(x, y, width, Math.max(height, 0.5));
 }
 
-// A chain of bars, each [x, y, width, height]: their outlines, and lines from one to the next.
-export function drawPath(pen, colour, bars, thick = 2) {
-  pen.strokeStyle = colour;
-  pen.lineWidth = thick;
-  let before = null;
-  for (const [x, y, width, height] of bars) {
-    const middle = y + height / 2;
-    if (width > 1) {
-      shape(pen, x + 1, y + 1, Math.max(width - 2, 1), height - 2, 3);
-      pen.stroke();
-    }
-    if (before && Math.abs(before[1] - middle) > 1) {
-      pen.beginPath();
-      pen.moveTo(...before);
-      pen.lineTo(x, middle);
-      pen.stroke();
-    }
-    before = [x + width, middle];
-  }
-}
-
 export const LETTERS = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace';
 export function hatch(pen, colour, ratio) {
   const tile = document.createElement("canvas"), size = 6 * ratio;

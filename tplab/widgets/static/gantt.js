@@ -1,8 +1,9 @@
 // Pipeline schedules on a canvas: one lane per rank, with its actions above and its memory below, on one time axis.
 import { actionBar, actionName, half } from "./action.js";
-import { drawPath, hatch } from "./canvas.js";
+import { hatch } from "./canvas.js";
+import { Chart } from "./chart.js";
 import { colours, el } from "./shell.js";
-import { plain, ticks, timeText } from "./units.js";
+import { plain, timeText } from "./units.js";
 
 const TOP_MARGIN = 4, TITLE = 22, AXIS_HEIGHT = 22, GAP = 5, RIGHT = 62;
 
@@ -26,17 +27,11 @@ function runOf(board, place) {
 export const label = (run, row) => actionName(run.kind[row], run.microbatch[row]);
 export const inWords = (run, row) => (run.stage[row] >= 0 ? `${label(run, row)} of stage ${run.stage[row]}` : label(run, row));
 
-export class GanttChart {
+export class GanttChart extends Chart {
   constructor(root, host, { seek, hint, pick, drop }) {
-    Object.assign(this, { root, seek, hint, pick, drop });
-    this.canvas = el("canvas", { role: "img" });
-    this.head = el("div.tpl-playhead");
-    this.mark = el("div.tpl-barmark", { hidden: "" });
-    this.plot = el("div.tpl-plot", {}, this.mark, this.head);
+    super(root, host, { seek, hint, pick, drop, right: RIGHT, by: "kind" });
     this.names = el("canvas.tpl-names", { "aria-hidden": "true" }); // above the playhead, which does not cover them
-    this.box = el("div.tpl-lanes", {}, this.canvas, this.plot, this.names);
-    this.by = "kind";
-    host.append(this.box);
+    this.box.append(this.names);
     this.chosen = null;
     this.listen();
   }
@@ -64,19 +59,10 @@ export class GanttChart {
       run.top = top;
       top += run.ranks * (this.bar + this.strip + this.gap) + AXIS_HEIGHT;
     }
-    this.height = top;
-    this.box.style.height = this.canvas.style.height = this.names.style.height = `${top}px`;
+    [this.height, this.bottom, this.view] = [top, top - AXIS_HEIGHT, [0, this.end]];
     const said = this.runs.map((run) => `${run.name} on ${run.ranks} rank${run.ranks === 1 ? "" : "s"}, ${timeText(run.makespan, board.unit)} long`);
     this.canvas.setAttribute("aria-label", said.join("; "));
     this.draw();
-  }
-
-  x(time) {
-    return this.left + (time / this.end) * this.width;
-  }
-
-  time(x) {
-    return Math.min(Math.max(((x - this.left) / this.width) * this.end, 0), this.end);
   }
 
   laneTop(run, rank) {
@@ -90,29 +76,20 @@ export class GanttChart {
   }
 
   draw() {
-    const full = this.box.clientWidth;
-    if (!full || !this.board) return;
-    this.width = full - this.left - RIGHT;
-    const ratio = window.devicePixelRatio || 1, [pen, letters] = [this.canvas, this.names].map((canvas) => {
-      canvas.width = Math.round(full * ratio);
-      canvas.height = Math.round(this.height * ratio);
-      const pen = canvas.getContext("2d");
-      pen.scale(ratio, ratio);
-      return pen;
-    });
+    if (!this.board) return;
+    const ratio = window.devicePixelRatio || 1, [pen, letters] = this.pens(ratio, this.canvas, this.names);
+    if (!pen) return;
     this.letters = letters;
-    Object.assign(this.plot.style, { left: `${this.left}px`, width: `${this.width}px`, height: `${this.height - AXIS_HEIGHT}px` });
     const paint = colours(this.root), idle = hatch(pen, paint.hatch, ratio);
     for (const run of this.runs) {
       this.ground(pen, paint, run, idle);
       run.rank.forEach((_, row) => this.action(pen, paint, run, row));
-      if (this.critical) drawPath(pen, paint.accent, Array.from(run.critical, (row) => this.place(run, row)));
+      if (this.critical) this.path(pen, paint.accent, Array.from(run.critical, (row) => this.place(run, row)));
     }
-    this.moveTo(this.now ?? 0);
+    this.moveHead(this.now ?? 0);
   }
 
   ground(pen, paint, run, idle) {
-    pen.textBaseline = "middle";
     const right = this.x(run.makespan), every = run.ranks > 12 ? 4 : 1;
     if (this.runs.length > 1) {
       pen.font = `600 12px ${paint.font}`;
@@ -136,13 +113,7 @@ export class GanttChart {
       pen.fillRect(this.left, y, right - this.left, this.bar);
       this.memory(pen, paint, run, rank, y + this.bar + 1.5);
     }
-    const bottom = this.laneTop(run, run.ranks);
-    pen.fillStyle = paint.dim;
-    for (const time of ticks(0, this.end, Math.max(2, this.width / 90), this.board.unit)) {
-      const x = this.x(time);
-      pen.textAlign = x > this.left + this.width - 14 ? "right" : x < this.left + 8 ? "left" : "center";
-      pen.fillText(timeText(time, this.board.unit, this.end), x, bottom + 10);
-    }
+    this.axis(pen, paint, this.board.unit, this.laneTop(run, run.ranks) + 10, 90);
   }
 
   memory(pen, paint, run, rank, top) {
@@ -181,11 +152,6 @@ export class GanttChart {
     this.draw();
   }
 
-  moveTo(time) {
-    this.now = time;
-    if (this.width) this.head.style.transform = `translateX(${this.x(time) - this.left}px)`;
-  }
-
   // What is at a point: {run, rank, row, held}. row is -1 where the rank idles; held: whether it is the memory strip.
   at(x, y) {
     for (const run of this.runs) {
@@ -213,10 +179,7 @@ export class GanttChart {
   }
 
   listen() {
-    const where = (event) => {
-      const frame = this.box.getBoundingClientRect();
-      return [event.clientX - frame.left, event.clientY - frame.top];
-    };
+    const where = (event) => this.where(event);
     let held = null;
     this.box.addEventListener("pointerdown", (event) => {
       const found = this.at(...where(event));
@@ -242,10 +205,7 @@ export class GanttChart {
     const run = this.runs[0];
     this.wanted = row === null ? null : { rank: run.rank[row], kind: run.kind[row], stage: run.stage[row], microbatch: run.microbatch[row] };
     this.mark.hidden = row === null;
-    if (row !== null) {
-      const [x, y, width, height] = this.place(this.runs[0], row);
-      Object.assign(this.mark.style, { left: `${x - this.left}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
-    }
+    if (row !== null) this.frame(this.mark, this.place(this.runs[0], row));
     this.pick(row);
   }
 

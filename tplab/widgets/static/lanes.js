@@ -1,10 +1,11 @@
 // The timeline: one lane per rank, with computing above and messages below, on one canvas, under the playhead.
 import { colours, el } from "./shell.js";
-import { plain, ticks, timeText } from "./units.js";
+import { plain, timeText } from "./units.js";
 import { COLLECTIVE, COMPUTE, SEND, WAIT } from "./score.js";
 import { describeBar } from "./bars.js";
 import { actionBar } from "./action.js";
-import { drawPath, hatch, shape } from "./canvas.js";
+import { hatch, shape } from "./canvas.js";
+import { Chart } from "./chart.js";
 
 export const LANES_TOP = 6, LANES_AXIS = 20;
 const MEASURED = 17; // the height of what was measured
@@ -16,11 +17,11 @@ function fitted(pen, text, room) {
   return short;
 }
 
-export class Lanes {
+export class Lanes extends Chart {
   // seek(time): called when the reader clicks at a time. zoom(begin, end): called with the visible part, in shares of
   // the whole; null: no zooming. busy: each rank's busy share, to be shown.
   constructor(root, host, score, { seek, hint, zoom = null, busy = null }) {
-    Object.assign(this, { root, score, seek, hint, zoom, busy });
+    super(root, host, { score, seek, hint, zoom, busy });
     this.begin = score.times[0];
     this.last = Math.max(score.times[score.times.length - 1], this.begin + 1e-12);
     this.measured = score.measured ?? []; // [what, seconds from the start, in words]
@@ -30,15 +31,9 @@ export class Lanes {
     this.right = busy ? 50 : 8;
     this.measure();
     const beside = this.measured.map(([name, , text]) => `, ${name} ${text} measured by ${score.by}`).join("");
-    this.canvas = el("canvas", { role: "img", "aria-label": `timeline of ${score.ranks} rank${score.ranks === 1 ? "" : "s"}, ${timeText(this.last - this.begin, score.unit)} long${beside}` });
-    this.head = el("div.tpl-playhead");
+    this.canvas.setAttribute("aria-label", `timeline of ${score.ranks} rank${score.ranks === 1 ? "" : "s"}, ${timeText(this.last - this.begin, score.unit)} long${beside}`);
     this.veil = zoom ? null : el("div.tpl-veil"); // the future is paler
-    this.mark = el("div.tpl-barmark", { hidden: "" });
-    this.box = el("div.tpl-lanes", {}, this.canvas, el("div.tpl-plot", {}, this.veil, this.mark, this.head));
-    this.plot = this.box.lastChild;
-    this.box.style.height = `${this.height}px`;
-    this.canvas.style.height = `${this.height}px`;
-    host.append(this.box);
+    if (this.veil) this.plot.prepend(this.veil);
     this.listen();
   }
 
@@ -68,14 +63,6 @@ export class Lanes {
     this.height = this.bottom + LANES_AXIS;
   }
 
-  x(time) {
-    return this.left + ((time - this.view[0]) / (this.view[1] - this.view[0])) * this.width;
-  }
-
-  time(x) {
-    return this.view[0] + ((x - this.left) / this.width) * (this.view[1] - this.view[0]);
-  }
-
   // [top, height] of a bar. A wait has none: it is the background of the lane, where no bar covers it.
   at(row) {
     const { score } = this, top = LANES_TOP + score.rank[row] * this.lane, kind = score.kind[row];
@@ -84,15 +71,9 @@ export class Lanes {
   }
 
   draw() {
-    const full = this.box.clientWidth;
-    if (!full) return;
-    this.width = full - this.left - this.right;
-    const ratio = window.devicePixelRatio || 1, pen = this.canvas.getContext("2d");
-    this.canvas.width = Math.round(full * ratio);
-    this.canvas.height = Math.round(this.height * ratio);
-    pen.scale(ratio, ratio);
-    Object.assign(this.plot.style, { left: `${this.left}px`, width: `${this.width}px`, height: `${this.bottom}px` });
-    const paint = (this.paint = colours(this.root));
+    const ratio = window.devicePixelRatio || 1, [pen] = this.pens(ratio, this.canvas);
+    if (!pen) return;
+    const paint = colours(this.root);
     this.hatch = hatch(pen, paint.hatch, ratio);
     this.tints = this.score.tints?.map(paint.read);
     this.drawGround(pen, paint);
@@ -136,8 +117,6 @@ export class Lanes {
   drawGround(pen, paint) {
     const { score, left } = this, every = this.lane < 12 ? 8 : 1;
     const width = Math.max(0, Math.min(this.width, this.end > this.last ? this.x(this.last) - left : this.width)); // of the trace
-    pen.textBaseline = "middle";
-    pen.fillStyle = paint.dim;
     pen.font = `11px ${paint.font}`;
     for (let rank = 0; rank < score.ranks; rank++) {
       const top = LANES_TOP + rank * this.lane, middle = top + (this.gap ? this.work : this.lane - 4) / 2;
@@ -151,15 +130,11 @@ export class Lanes {
       pen.textAlign = "right";
       if (this.busy && rank % every === 0) pen.fillText(`${plain(Math.round(100 * this.busy[rank]))}%`, left + this.width + this.right, middle);
     }
-    const [from, to] = this.view;
-    for (const time of ticks(from, to, Math.max(2, this.width / 110), score.unit, this.begin)) {
-      const x = this.x(time), text = timeText(time - this.begin, score.unit, this.end - this.begin);
+    const mark = (x) => {
       pen.fillStyle = paint.line;
       pen.fillRect(Math.round(x), this.bottom - 1, 1, 4);
-      pen.fillStyle = paint.dim;
-      pen.textAlign = x < left + 12 ? "left" : x > left + this.width - 16 ? "right" : "center";
-      pen.fillText(text, x < left + 12 ? x - 2 : x, this.bottom + 12);
-    }
+    };
+    this.axis(pen, paint, score.unit, this.bottom + 12, 110, { zero: this.begin, moved: 2, mark });
   }
 
   drawIdle(pen, x, y, width, height) {
@@ -227,23 +202,12 @@ export class Lanes {
       const [y, height] = this.at(row), x = this.x(score.start[row]);
       return [x, y, this.x(score.end[row]) - x, height];
     });
-    drawPath(pen, paint.accent, bars, this.lane > 12 ? 2 : 1.2);
+    this.path(pen, paint.accent, bars, this.lane > 12 ? 2 : 1.2);
   }
 
   showCritical(on) {
     this.critical = on ? new Set(this.score.critical) : null;
     this.draw();
-  }
-
-  moveHead(time) {
-    this.now = time;
-    if (!this.width) return;
-    const x = this.x(time) - this.left, inside = x >= -0.5 && x <= this.width + 0.5;
-    this.head.style.transform = `translateX(${x}px)`;
-    this.head.style.visibility = inside ? "" : "hidden";
-    if (!this.veil) return;
-    const from = Math.min(Math.max(x, 0), this.width);
-    this.veil.style.transform = `translateX(${from}px) scaleX(${(this.width - from) / this.width})`;
   }
 
   // Zoom by `factor` around `time`, which stays in place; or move.
@@ -280,8 +244,7 @@ export class Lanes {
   listen() {
     const pointers = new Map();
     let moved = 0, spread = 0;
-    const x = (event) => event.clientX - this.box.getBoundingClientRect().left;
-    const y = (event) => event.clientY - this.box.getBoundingClientRect().top;
+    const [x, y] = [0, 1].map((axis) => (event) => this.where(event)[axis]);
     this.box.addEventListener("pointerdown", (event) => {
       pointers.set(event.pointerId, event);
       this.box.setPointerCapture(event.pointerId);
@@ -348,9 +311,8 @@ export class Lanes {
       return this.hint.show(event, [["", name], ["measured", text], ["by", this.score.by], ["whole trace", timeText(this.last - this.begin, this.score.unit)]]);
     }
     if (row < 0) return this.hint?.hide();
-    const [top, height] = this.at(row), left = Math.max(this.x(this.score.start[row]), this.left) - this.left;
-    const right = Math.min(this.x(this.score.end[row]) - this.left, this.width);
-    Object.assign(this.mark.style, { left: `${left}px`, top: `${top}px`, width: `${Math.max(right - left, 2)}px`, height: `${height}px` });
+    const [top, height] = this.at(row), left = this.x(this.score.start[row]);
+    this.frame(this.mark, [left, top, this.x(this.score.end[row]) - left, height]);
     this.hint?.show(event, describeBar(this.score, row));
   }
 }

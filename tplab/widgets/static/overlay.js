@@ -1,44 +1,15 @@
-// An executed pipeline schedule over its prediction: widgets/schedule/overlay.py in JavaScript, and its lanes.
+// An executed pipeline schedule over its prediction.
 import { actionBar, actionName, half } from "./action.js";
 import { el } from "./shell.js";
-import { timeAt } from "./score.js";
 import { timeText } from "./units.js";
 import { LANES_AXIS, LANES_TOP, Lanes } from "./lanes.js";
 
 const whole = (data) => data.times[data.times.length - 1];
 
-const nameIn = (data, row) =>
-  actionName(data.kind[row], data.microbatch[row]) + (data.stages === data.ranks ? "" : ` of stage ${data.stage[row]}`);
-
-// The state at a position: the actions that each rank runs and was predicted to run, how many are done and were to be.
-export function overlayNow(data, position) {
-  const time = timeAt(data, position), near = 1e-9 * whole(data);
-  const runs = Array.from({ length: data.ranks }, () => []), due = runs.map(() => []);
-  let done = 0, wereDue = 0;
-  for (let row = 0; row < data.rank.length; row++) {
-    if (data.start[row] <= time + near && time < data.end[row] - near) runs[data.rank[row]].push(row);
-    if (data.due_start[row] <= time + near && time < data.due_end[row] - near) due[data.rank[row]].push(row);
-    if (data.end[row] <= time + near) done++;
-    if (data.due_end[row] <= time + near) wereDue++;
-  }
-  return { time, runs, due, done, wereDue };
-}
-
 // [position of the playhead, what the ranks do there and were predicted to do, how far they are].
-export function overlaySay(data, { time, runs, due, done, wereDue }) {
-  const count = data.rank.length, far = `${done} of ${count} actions done, ${wereDue} due`;
-  const head = `t = ${timeText(time, data.unit, whole(data))}`;
-  if (done === count && wereDue === count) return [head, "all ranks are done", far];
-  const few = (texts) => texts.slice(0, 3).join(", ") + (texts.length > 3 ? ", …" : "");
-  const names = (rows) => rows.map((row) => nameIn(data, row)).join(" + ");
-  const apart = [], busy = [];
-  runs.forEach((rows, rank) => {
-    const text = `rank ${data.names[rank]} runs ${names(rows) || "no action"}`;
-    if (rows.join() !== due[rank].join()) apart.push(`${text} (${names(due[rank]) || "nothing"} was due)`);
-    else if (rows.length) busy.push(text);
-  });
-  if (apart.length) return [head, few(apart) + (apart.length < data.ranks ? "; the others run as predicted" : ""), far];
-  return [head, busy.length ? `${few(busy)}, as predicted` : "no rank runs an action, as predicted", far];
+export function overlaySay(data, time) {
+  const stop = data.stops.findLastIndex((at) => at <= time + 1e-9 * whole(data));
+  return [`t = ${timeText(time, data.unit, whole(data))}`, ...data.said[stop]];
 }
 
 export class OverlayLanes extends Lanes {
@@ -137,12 +108,6 @@ export class OverlayLanes extends Lanes {
     this.frame(this.mark, this.ran(found[0]));
     this.frame(this.markDue, this.due(found[0]));
     this.hint?.show(event, this.describe(found[0]));
-  }
-
-  frame(mark, [x, y, width, height]) {
-    const left = Math.max(x, this.left), right = Math.min(x + Math.max(width, 2), this.left + this.width);
-    mark.hidden = right <= left;
-    Object.assign(mark.style, { left: `${left - this.left}px`, top: `${y}px`, width: `${right - left}px`, height: `${height}px` });
   }
 
   describe(row) {

@@ -266,7 +266,7 @@ async function render({ model, el: host }) {
   draw();
   player = new Player(root, model, {
     steps: numSteps(board),
-    show: (position) => chart.moveTo(timeAt(board, position)),
+    show: (position) => chart.moveHead(timeAt(board, position)),
     say: (position) => [`t = ${timeText(timeAt(board, position), board.unit, chart.end)}`, chart.say(timeAt(board, position)), ""],
   });
   if (isLab) root.append(tasks.box);

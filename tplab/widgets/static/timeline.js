@@ -6,7 +6,7 @@ import { head, numSteps, positionAt, timeAt } from "./score.js";
 import { Player } from "./player.js";
 import { Lanes } from "./lanes.js";
 import { drawLegend } from "./scene.js";
-import { OverlayLanes, overlayNow, overlaySay } from "./overlay.js";
+import { OverlayLanes, overlaySay } from "./overlay.js";
 
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
@@ -37,7 +37,7 @@ async function render({ model, el: host }) {
     steps: numSteps(score),
     show: (position) => lanes.moveHead(timeAt(score, position)),
     say(position) {
-      if (over) return overlaySay(score, overlayNow(score, position));
+      if (over) return overlaySay(score, timeAt(score, position));
       const round = Math.min(Math.ceil(position), numSteps(score));
       return [head(score, round), score.sentences[round], `t = ${timeText(timeAt(score, position) - score.times[0], score.unit)}`];
     },

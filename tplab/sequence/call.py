@@ -1,14 +1,94 @@
-"""Checks of arguments for attention over a sequence that ranks share, in both frameworks."""
+"""The arguments of attention over a sequence that ranks share: the same for every scheme, in both frameworks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
+from tplab.sequence.layout import LayoutName, TokenLayout, layout_of
+from tplab.sequence.tiles import AttentionMask
 from tplab.sharding import share
+
+Array = TypeVar("Array")
+
+
+class Call(NamedTuple):
+    """One call, checked: `scale` is the factor of the scores, and the layout is that of the whole sequence."""
+
+    op: str
+    layout: TokenLayout
+    mask: AttentionMask
+    scale: float
+    return_lse: bool
+
+
+def over_axis(attend: Callable[..., Any], axis_size: Callable[[Axis], int]) -> Any:
+    """The function (q, k, v, axis, *, ...) that calls attend(call, q, k, v, axis), and has its name and docstring."""
+
+    def attention(
+        q: Array,
+        k: Array,
+        v: Array,
+        axis: Axis,
+        *,
+        layout: LayoutName | TokenLayout = "contiguous",
+        causal: bool = True,
+        window: int | None = None,
+        documents: Sequence[int] = (),
+        scale: float | None = None,
+        dropout: float = 0.0,
+        return_lse: bool = False,
+    ) -> Any:
+        scale = check_attention(attend.__name__, q, k, v, scale, dropout)
+        tokens, mask = _tokens(layout, q, axis_size(axis)), AttentionMask(causal, window, documents)
+        return attend(Call(attend.__name__, tokens, mask, scale, return_lse), q, k, v, axis)
+
+    return _as(attend, attention)
+
+
+def over_two_axes(attend: Callable[..., Any], axis_size: Callable[[Axis], int]) -> Any:
+    """The same of two axes, (q, k, v, head_axis, ring_axis, *, ...), which share the sequence together."""
+
+    def attention(
+        q: Array,
+        k: Array,
+        v: Array,
+        head_axis: Axis,
+        ring_axis: Axis,
+        *,
+        layout: LayoutName | TokenLayout = "contiguous",
+        causal: bool = True,
+        window: int | None = None,
+        documents: Sequence[int] = (),
+        scale: float | None = None,
+        dropout: float = 0.0,
+        return_lse: bool = False,
+    ) -> Any:
+        scale = check_attention(attend.__name__, q, k, v, scale, dropout)
+        tokens = _tokens(layout, q, axis_size(head_axis) * axis_size(ring_axis))
+        mask = AttentionMask(causal, window, documents)
+        return attend(Call(attend.__name__, tokens, mask, scale, return_lse), q, k, v, head_axis, ring_axis)
+
+    return _as(attend, attention)
+
+
+def _tokens(layout: LayoutName | TokenLayout, q: Any, num_ranks: int) -> TokenLayout:
+    return layout_of(layout, q.shape[2], num_ranks)
+
+
+def _as(attend: Callable[..., Any], attention: Callable[..., Any]) -> Any:
+    """`attention` with the name and docstring of `attend`, and its own signature."""
+    wraps(attend, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=())(attention)
+    del attention.__wrapped__  # type: ignore[attr-defined]
+    return attention
+
+
+# --- what can be wrong with them --------------------------------------------------------------------------------------
+
 
 Shape = Sequence[int]
 
