@@ -10,15 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-<<<<<<< HEAD
 from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, loop_parts, opened, own_frames
-from tplab.sharding import names_in
-=======
-from tplab.jax.private import scan_sizes
-from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, opened, own_frames
 from tplab.mesh import Mesh
 from tplab.sharding import P, join, split
->>>>>>> main
 
 Source = tuple[int, int]
 """A node, and the index of one of its results."""
