@@ -125,6 +125,8 @@ WHOLE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "maximum": lambda x: x.max(0),
     "logsumexp": lambda x: np.log(np.exp(x).sum(0)),
     "root of the sum of squares": lambda x: np.linalg.norm(x, axis=0),
+    "first rank's value": lambda x: x[0],
+    "last rank's value": lambda x: x[-1],
 }
 
 

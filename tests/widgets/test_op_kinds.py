@@ -14,7 +14,7 @@ from tplab.widgets import timeline
 from tplab.widgets.paper.palette import OPS
 from tplab.widgets.paper.wire import unpack
 from tplab.widgets.score import words
-from tplab.widgets.score.op_kinds import KINDS, kind_of, name_of
+from tplab.widgets.score.names import KINDS, kind_of, name_of
 from tplab.widgets.score.score import score
 
 

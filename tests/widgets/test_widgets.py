@@ -263,8 +263,8 @@ def test_single_messages_are_told_by_name():
 def test_the_title_line_and_the_clock():
     piece = score(ALL["gather 2x4"]())
     assert words.about(piece) == "8 ranks · data 2 × model 4 · over model · 4 KiB pieces"
-    assert words.badge(piece) == "modelled · unit times"
-    assert words.badge(score(ALL["mlp 4"]())) == "modelled · h100"
+    assert words.clock(piece.trace) == "modelled · unit times"
+    assert words.clock(ALL["mlp 4"]()) == "modelled · h100"
     assert words.sent_text(piece, piece.time(2)) == "sent so far: 8 KiB of 12 KiB per rank"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tplab.checking.causes import times
 from tplab.checking.facts import Facts, Found, same
 from tplab.checking.forward import of_forward
 from tplab.checking.gaps import gap
@@ -16,7 +17,6 @@ from tplab.checking.hypotheses import Hypotheses
 from tplab.checking.same_model import Finding, named
 from tplab.checking.seen_samples import shared
 from tplab.checking.sends import adds_up, mixing, partitions
-from tplab.units import plain
 
 
 def loss_and_gradients(facts: Facts) -> Found:
@@ -53,17 +53,17 @@ def _finding(case: Hypotheses) -> Finding:
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
         return facts.fault("buffers", words, at, names=[name], lines=lines, hypotheses=case.hypotheses)
-    times, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
+    by, is_scaled = facts.times_loss(), kind == "scaled" and factor is not None
     factor = 1.0 if factor is None else factor
-    is_loss = is_scaled and case.is_all and times is not None and abs(times - factor) < 5e-3 * abs(factor)
+    is_loss = is_scaled and case.is_all and by is not None and abs(by - factor) < 5e-3 * abs(factor)
     if is_loss or (kind == "other" and _is_loss_off(facts)):
         mean, want = float(np.mean(facts.losses())), facts.reference.loss(facts.number)
         factor = factor if is_loss else mean / want
-        times = plain(factor) if abs(factor - 1) > 0.01 else f"{factor:.6g}"
-        words = facts.sizes.words(factor) if is_loss else f"{times} times the reference's"
+        words = facts.sizes.words(factor) if is_loss else f"{times(factor)} times the reference's"
         where = case.backward if is_loss else facts.line_of_value() or case.backward
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
-        tried = [*([] if is_loss else (*shared(facts), *of_forward(facts, where))), *case.hypotheses]
+        begun = facts.line_of_value() if is_loss and not facts.sizes.named(factor) else "" if is_loss else where
+        tried = [*(() if is_loss else shared(facts)), *(of_forward(facts, begun) if begun else ()), *case.hypotheses]
         values = f"{mean:.6g}", f"{want:.6g}"
         return facts.fault("loss", words, where, factor=factor, values=values, lines=lines, hypotheses=tried)
     if is_scaled:

@@ -74,4 +74,9 @@ class Sizes:
 
     def words(self, factor: float) -> str:
         """Return the factor as a phrase: 4 (the number of ranks) times the reference's."""
-        return f"{self.named(factor) or f'{factor:.4g}'} times the reference's"
+        return f"{self.named(factor) or times(factor)} times the reference's"
+
+
+def times(factor: float) -> str:
+    """Return a factor as text that differs from 1 if the factor does."""
+    return f"{factor:.4g}" if abs(factor - 1) > 0.01 else f"{factor:.6g}"

@@ -272,6 +272,9 @@ def _twice(facts: Facts) -> Iterator[tuple[int, ...]]:
             if all(sent.op == "all_gather" for rank in group for sent in first[rank].sent if sent.moment == "forward"):
                 yield group
             continue
+        before = [sent for step in first for sent in step.sent if sent.moment in ("between", "forward")]
+        if any(sent.op == "all_reduce" and sent.size > 1 for sent in before):  # of parts of the work
+            continue
         if any(facts.holds_differ(name, group) for name in facts.reference.weights):
             continue
         parts = [[x for batch in first[rank].parts for x in batch.values()] for rank in group]

@@ -23,6 +23,8 @@ COMBINED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "maximum": lambda parts: parts.max(0),
     "logsumexp": lambda parts: np.logaddexp.reduce(parts, axis=0),
     "root of the sum of squares": lambda parts: np.sqrt(np.square(parts).sum(0)),
+    "first rank's value": lambda parts: parts[0],
+    "last rank's value": lambda parts: parts[-1],
 }
 """The ways in which the ranks' results for their parts may combine to the result for the whole."""
 
@@ -126,16 +128,29 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
                       for held, want in filter(None, values) for group in way]  # fmt: skip
             if any(gap(total, want) > 1e-5 * largest(want) for total, want in totals):
                 continue
-            those, are_copies = over(facts, way), all({*group} <= {*facts.copies[0]} for group in way[:1])
+            if how.endswith("value") and (made is not None or totals[0][1].size == 1):
+                continue  # one number may be right by chance, and what one rank draws is no part
+            those, line = over(facts, way), ops[0].line
+            late = trails.sums_after(ops) if how == "sum" else []
             cause = (
                 f"each rank computes this from its own part alone: the {how} of it over {those} is the reference's, "
-                f"and nothing takes that {how}"
             )
+            cause += f"and {late[0]} sums only what is computed from it" if late else f"and nothing takes that {how}"
+            if how.endswith("value"):
+                cause = (
+                    f"ranks compute different values here, and the {how} is the reference's: all ranks need that one"
+                )
             words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
-            by = 1 / len(way[0]) if are_copies else 1.0  # each rank then has the gradient of the whole loss
-            repair, *also = (Repair("cast", words, line, (name,), way, how, by=by)
-                             for line, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
-            yield Hypothesis(repair, cause, ops[0].line, also=tuple(also))
+            first = [
+                Repair("scale", words, at, by=1 / len(way[0])) for at in late
+            ]  # of what is then the same on all ranks
+            ways_back = [1.0, 1 / len(way[0])]  # each rank may have the gradient of its part of the loss, or of all
+            ways_back = ways_back if any(one.arrived for one in ops) else ways_back[:1]
+            for by in ways_back[:: -1 if any({*way[0]} <= {*group} for group in facts.copies) else 1]:
+                told = words if by == 1 else f"{words}, and the mean of the gradients that come back to it"
+                repair, *also = (Repair("cast", told, at, (name,), way, how, by=by)
+                                 for at, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
+                yield Hypothesis(repair, cause, line, also=(*also, *first))
 
 
 def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarray], np.ndarray] | None:
@@ -166,8 +181,11 @@ def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesi
     """Yield inputs of an operation that are another rank's part of the reference's tensor."""
     for place, pieces in trails.wanted_by(op):
         made = op.given[place][1] or op.line
-        has = ", ".join(
-            f"rank {rank} has that of rank {of}" for rank, of in trails.mistaken(op.key, place, pieces[op.key])
+        has = (
+            ", ".join(
+                f"rank {rank} has that of rank {of}" for rank, of in trails.mistaken(op.key, place, pieces[op.key])
+            )
+            or "all ranks together have all of it, in another order"
         )
         cause = f"what is made here is not the rank's part of the reference's: {has}"
         cause += f"; {op.line} takes it together with what is the rank's part"
@@ -197,7 +215,7 @@ def _in_its_place(
         wrong = f"{words}{_too_much(facts, trails, values)}"
         inputs = "the inputs of this line are right and its result is wrong"
         inputs = inputs if is_first else "what this line computes is wrong"
-        cause = f"in the forward pass, {inputs}: {wrong}"
+        cause = f"{'in the forward pass, ' * (made is None)}{inputs}: {wrong}"
         yield Hypothesis(repair, cause, line)
 
 

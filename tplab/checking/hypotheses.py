@@ -55,6 +55,7 @@ class Hypotheses(Factors):
             yield self._weighted()
         if self.kind != "scaled":
             yield from self._other_groups()
+            yield from self._lost()
             yield from self._not_added_up()
 
     # --- parts of a sum ----------------------------------------------------------------------------------------------
@@ -82,6 +83,19 @@ class Hypotheses(Factors):
                 of = f"{over(self.facts, way)} of the gradients of {named(self.names)}"
                 words = f"the {combine} over {of}, before the step"
                 yield Hypothesis(self.combined(combine, way, 1.0, words), cause, where, thread(key))
+
+    def _lost(self) -> Iterator[Hypothesis]:
+        """Yield the repair that replaces the gradient that comes back to a result by the reference's."""
+        lost = self.facts.trails.lost_on_the_way() if self.kind == "other" and self.facts.trails else iter(())
+        for op, place, words, values in itertools.islice(lost, 2):
+            cause = (
+                "the gradient that comes back to what this line computes is not the reference's, and what takes it "
+                f"gets a right one: it is {words}. A part of it is lost on the way, as where a result that is sent to "
+                "another rank, or put into a buffer, has no gradient of its own sent back"
+            )
+            what = f"the reference's gradient of what {op.line} computes"
+            repair = Repair("put", what, op.line, values={(op.key, "back", place): values}, times=self.facts.number)
+            yield Hypothesis(repair, cause, op.line)
 
     def _are_copies(self, way: Groups) -> bool:
         """Return whether ranks of one group saw the same samples."""

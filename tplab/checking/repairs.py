@@ -43,9 +43,8 @@ class Repair:
               "norm": gradients are clipped by `values[step, turn]`
               "gradients": those of `names`, after the last backward pass of a step, are `combine`d over `groups`, times
               `by`; with `line`, the collective there is left out
-              "samples": the reference's, cut into as many parts as there are `groups`, each of them into `times`
-              microbatches; `values` of each step. "targets": of each step, cut along the sequence; with a factor `by`
-              of the loss, if it is not a mean
+              "samples": those of the recordings `values["seen"]`, in as many parts as there are `groups`. "targets": of
+              each step, cut along the sequence; with a factor `by` of the loss, if it is not a mean
               "weights", "parameters", "buffers": of `names`, are those of the first rank of each of `groups`, or with
               `combine` "mean" their mean; "weights" are `values` of ranks and names, if given
               "settings", "states": `values` of names and keys, in each step

@@ -103,6 +103,8 @@ def _compare(
     if is_cut and all(_are_columns(found, whole) for found in mine.values()):
         words = f"all {len(_rows(whole))} samples, of which each of {len(mine)} ranks has some columns"
         return Samples("same", words, (tuple(mine),))
+    if all(found == wanted for found in rows.values()):
+        copies = (tuple(mine),)  # another input may be cut, as the keys are that a whole query attends to
     total = sum((rows[group[0]] for group in copies), Counter())
     noun, count = "token" if is_cut else "sample", wanted.total()
     if total == wanted:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found, NothingToTell, same
-from tplab.checking.recording import FEWEST, Drawn, Step, are_pieces, compared
+from tplab.checking.recording import FEWEST, Drawn, are_pieces, compared
 from tplab.checking.repairs import Hypothesis, Repair
 from tplab.checking.same_model import Row
 from tplab.checking.samples import Samples, advice, compare_samples, on_several, samplers_by_rank, seeds_by_rank
@@ -106,27 +106,17 @@ def _ways(facts: Facts) -> list[tuple[tuple[int, ...], ...]]:
 
 def _dealt(facts: Facts, ways: list[tuple[tuple[int, ...], ...]], cause: str, line: str) -> Iterator[Hypothesis]:
     """Yield the reference's samples in as many parts as there are groups, if the size of each is that on a rank."""
-    steps = facts.reference.seen[0].steps
-    values = {number: _flat(step) for number, step in enumerate(steps) if step.samples}
-    mine = facts.mine[0].samples
-    if len(facts.reference.seen) > 1 or not mine or facts.number not in values:
+    mine, theirs = facts.mine[0].samples, facts.theirs[0].samples
+    if len(facts.reference.seen) > 1 or not mine or not theirs:
         return
-    whole = len(values[facts.number][0][0])
+    count, whole = (sum(len(next(iter(data.values()))) for data in samples) for samples in (mine, theirs))
     for way in ways:
-        if len(way) * sum(len(next(iter(data.values()))) for data in mine) == whole:
+        if len(way) * count == whole:
             whose = "rank" if len(way) == facts.num_ranks else "group of ranks"
             words = f"the reference's samples, where every {whose} has a part of its own"
             words = words if len(way) > 1 else "the reference's samples, all of them on every rank"
-            repair = Repair("samples", words, groups=way, values=values, times=len(mine))
+            repair = Repair("samples", words, groups=way, values={"seen": facts.reference.seen})
             yield Hypothesis(repair, cause, line)
-
-
-def _flat(step: Step) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Return all rows of each kind of data, and all targets, of a step."""
-    slots = min(len(data) for data in step.samples)
-    rows = [np.concatenate([list(data.values())[slot] for data in step.samples]) for slot in range(slots)]
-    targets = [values for values, _, _ in step.targets]
-    return rows, np.concatenate(targets) if targets and all(x.ndim for x in targets) else None
 
 
 def are_drawn(facts: Facts) -> bool:

@@ -122,6 +122,13 @@ class Trails:
             "meant, and what is compared with it must be of all, too"
         )
 
+    def sums_after(self, begun: Sequence[Op]) -> list[str]:
+        """Return the lines of collectives in functions with a wrong result, after the last of some operations."""
+        ops, keys = self._ends.ops, {one.key for one in begun}
+        start = max((at for at, op in enumerate(ops) if op.key in keys), default=len(ops))
+        wrong = sorted(at for at in self._wrong_ones(self._ends, None) if at > start)
+        return [*dict.fromkeys(line for at in wrong for line in ops[at].sent)]
+
     def alike(self, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return results that are equal on every rank, by words for them."""
         made = {op.key: op.values[0] for op in self._ours[0].ops if op.values and op.values[0].shape == shape}
@@ -167,10 +174,17 @@ class Trails:
         return [*found]
 
     def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
-        """Yield the places of an operation's inputs that are other parts of the reference's, and the expected parts."""
+        """Yield the places of an operation's inputs that are other parts of the reference's, or in another order, and
+        the expected parts."""
         for place in op.given:
+            spread = self._spread(op, lambda one, _, place=place: one.at(place))
+            is_part = spread is not None and abs(spread.factor - 1) < 1e-2 and not spread.is_partial
             for found in self._cuts([other.key for other in self._alike(op) if place in other.given], place):
-                if op.key in found and any(self.mistaken(op.key, place, found[op.key])):
+                if op.key not in found:
+                    continue
+                differs = not all(np.allclose(ops[op.key].given[place][0], found[op.key][rank], 1e-4, 1e-6)
+                                  for rank, ops in enumerate(self._by_key))  # fmt: skip
+                if any(self.mistaken(op.key, place, found[op.key])) or (is_part and differs):
                     yield place, found
 
     def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
@@ -231,9 +245,10 @@ class Trails:
         held = {key: [x.shape for ops in self._by_key if key in ops and (x := ops[key].at(place)) is not None]
                 for key in keys}  # fmt: skip
         wholes = {key: x for key in keys if (x := self._theirs[key].at(place)) is not None}
-        if len(wholes) < len(held) or any(shapes != shapes[:1] * len(self._ours) for shapes in held.values()):
+        if len(wholes) < len(held) or any(len(shapes) < len(self._ours) for shapes in held.values()):
             return
-        ways = [deals(whole, held[key][0], len(self._ours)) for key, whole in wholes.items()]
+        ways = [deals(whole, held[key][0], len(self._ours)) if len({*held[key]}) == 1 else _uneven(whole, held[key])
+                for key, whole in wholes.items()]  # fmt: skip
         yield from (dict(zip(wholes, parts)) for parts in in_step(ways))
 
     def first_wrong(self, made: np.ndarray | None = None) -> Op | None:
@@ -295,6 +310,37 @@ class Trails:
                 if found:
                     return found
         return ""
+
+    def lost_on_the_way(self) -> Iterator[tuple[Op, int, str, dict[int, np.ndarray]]]:
+        """Yield results of operations to which another gradient comes back than the reference's, though what takes them
+        gets a right one: the operation, the number of the result, how the gradient differs, and the expected ones."""
+        known = set[Key]()
+        for trail in self._ours:
+            consumers = self._consumers(trail)
+            for number, op in reversed([*enumerate(trail.ops)]):
+                theirs = self._theirs.get(op.key)
+                above = [trail.ops[at] for at in consumers.get(number, ())]
+                spreads = [self._arrived(one, at) for one in above for at in one.arrived]
+                if (
+                    op.key in known
+                    or op.sent
+                    or not theirs
+                    or any(abs(x.factor - 1) > 1e-2 for x in spreads if x and x.factor)
+                ):
+                    continue
+                known.add(op.key)
+                for place in sorted({*op.arrived} & {*theirs.arrived}):
+                    has = {
+                        rank: ops[op.key].arrived.get(place) for rank, ops in enumerate(self._by_key) if op.key in ops
+                    }
+                    want = theirs.arrived[place]
+                    shapes = [x.shape for x in has.values() if x is not None]
+                    ways = [dict.fromkeys(has, want)] if {*shapes} == {want.shape} and want.any() and want.ndim else []
+                    ways += _uneven(want, shapes) if len(shapes) == len(self._ours) > 1 and not ways else []
+                    for found in ways:
+                        words = [difference(x, found[rank]) for rank, x in has.items() if x is not None]
+                        if first := next(filter(None, words), ""):
+                            yield op, place, first, found
 
     def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Observed | None) -> str:
         """Go from an operation that passes on a wrong gradient towards the loss, to the one that makes it wrong."""
@@ -406,6 +452,14 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
     some = slice(int(apart[0]), int(apart[0]) + 4)
     first, second = (", ".join(f"{float(x):.5g}" for x in values.reshape(-1)[some]) for values in (got, want))
     return f"{first}, ... from element {some.start} on, where the reference has {second}, ..."
+
+
+def _uneven(whole: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[int, np.ndarray]]:
+    """Yield the whole cut along one dim into parts of these shapes, one for each rank."""
+    for dim, size in enumerate(whole.shape):
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == whole.ndim}
+        if rest == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
+            yield dict(enumerate(np.split(whole, np.cumsum([shape[dim] for shape in shapes])[:-1], dim)))
 
 
 def _is_like(spread: Observed | None, wrong: Observed | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -176,7 +177,7 @@ def parameters(facts: Facts) -> Found:
         cause = "ranks that hold copies have updated them differently"
     if not any(name in step.settings for step in facts.theirs for name in names):  # no optimizer has them
         factor, words = None, "not the reference's, and no optimizer updates it"
-        seen = "no optimizer has it: the script itself writes it, as with a moving average"
+        seen = "no optimizer has it: the script itself writes it"
         cause = (
             "the script itself writes it, as with a moving average or a copy in another precision, and ranks write "
             "different values: write it once every rank has the new parameters, from the same ones on all ranks"
@@ -194,11 +195,22 @@ def parameters(facts: Facts) -> Found:
         spoken = f"each parameter sent by the rank that has updated it, in place of the collective at {after[0]}"
         repair = Repair("parameters", spoken, after[0])
         hypotheses.append(Hypothesis(repair, cause, after[0]))
-    hypotheses += _of_whole_tensors(facts, names)
+    op, found = _begun(facts, "parameters", next(mine for _, mine, _ in facts.holders(names[0])))
+    casts = [one for one in found if one.repair.kind == "cast"]
+    hypotheses = [*casts, *hypotheses, *_of_whole_tensors(facts, names), *(one for one in found if one not in casts)]
     yield facts.fault(
-        "parameters", words, after[0] if after else line, names=names, factor=factor, values=values, ranks=ranks,
+        "parameters", words, after[0] if after else op or line, names=names, factor=factor, values=values, ranks=ranks,
         lines=[line], hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
+
+
+def _begun(facts: Facts, what: Literal["parameters", "buffers"], name: str) -> tuple[str, list[Hypothesis]]:
+    """Return the line where a value that ranks end the step with goes wrong, "" if not known, and hypotheses."""
+    facts.wants_trails = True
+    held, trails = getattr(facts.mine[0], what).get(name), facts.trails
+    if trails is None or held is None or (op := trails.first_wrong(held.values)) is None:
+        return "", []
+    return op.line, [*of_value(facts, trails, op, held.values)]
 
 
 def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis]:
@@ -261,12 +273,9 @@ def buffers(facts: Facts) -> Found:
         every = tuple(range(facts.num_ranks))
         repair = Repair("buffers", f"the mean over all ranks of {named(list(wrong))} after each forward pass",
                         names=tuple(wrong), groups=(every,), combine="mean")  # fmt: skip
-        facts.wants_trails, held = True, facts.mine[0].buffers[first].values
-        op = facts.trails.first_wrong(held) if facts.trails else None
-        hypotheses = of_value(facts, facts.trails, op, held) if facts.trails and op else ()
         yield facts.fault(
             "buffers", "not the reference's", where, names=names, values=values, ranks=ranks, lines=lines,
-            hypotheses=[Hypothesis(repair, cause, where), *hypotheses],
+            hypotheses=[Hypothesis(repair, cause, where), *_begun(facts, "buffers", first)[1]],
         )  # fmt: skip
         return
     if moving:

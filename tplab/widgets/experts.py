@@ -9,7 +9,7 @@ from tplab.trace.trace import Trace
 from tplab.units import bytes_text, counted, time_text
 from tplab.widgets.mixture import drawing
 from tplab.widgets.mixture.reading import Layer, layers_of
-from tplab.widgets.paper.played import Played
+from tplab.widgets.paper.card import Played
 from tplab.widgets.paper.still import still
 
 TITLE = "Experts on ranks"

@@ -12,9 +12,9 @@ from tplab.sequence import AttentionMask, TokenLayout
 from tplab.trace.trace import Trace
 from tplab.units import counted
 from tplab.widgets.attention.panels import CHIP, STRIP, Panel, Panels, Place, mask_text, shown
+from tplab.widgets.paper.card import Played
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, WHITE, hue, mix
-from tplab.widgets.paper.played import Played
 from tplab.widgets.paper.scene import Scene
 from tplab.widgets.paper.still import still
 from tplab.widgets.score import payload

@@ -134,7 +134,7 @@ OTHERS = (
           "            dist.all_reduce(p.grad)\n            p.grad += 0.1 * p\n"),),
     ),
     Other(
-        "update_clipped_by_shard", 2, ("parameters",), "update.square().mean()", "depends on the whole tensor",
+        "update_clipped_by_shard", 2, ("parameters",), "update.square().mean()", "the mean of it over ranks",
         (("                size = update.square().mean()\n",
           "                size = update.square().mean()\n                dist.all_reduce(size)\n"
           "                size /= world\n"),),

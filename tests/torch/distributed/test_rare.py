@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.torch.distributed.test_collectives import on
 from tplab.errors import RankError
-from tplab.torch import LiveBytes
+from tplab.mesh import Mesh
+from tplab.torch import LiveBytes, run
 
 SOON = timedelta(seconds=0.2)
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -54,6 +55,16 @@ def test_gradients_of_an_embedding():
         return gradient.to_dense()[:, 0]
 
     assert [found.tolist() for found in on(3, program).per_rank] == [[1, 1, 1, 0, 0, 3]] * 3
+
+
+def test_a_sparse_gradient_costs_its_indices_and_values():
+    """On a modelled clock: it has no bytes of its own."""
+
+    def program() -> None:
+        torch.nn.Embedding(1000, 4, sparse=True)(torch.tensor([1, 2, 2])).sum().backward()
+
+    (made,) = (event for event in run(program, Mesh(r=1), cluster="h100").trace.events if "sparse" in event.op)
+    assert made.bytes == 2 * (3 * 8 + 3 * 4 * 4)  # read and written
 
 
 def test_gradients_of_an_embedding_in_distributed_data_parallel():

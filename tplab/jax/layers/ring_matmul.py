@@ -147,12 +147,12 @@ def _joined(pieces: list[Array], ring: Ring, dim: int) -> list[Array]:
     # an array to write piece by piece, which XLA does in place, while it would copy for a concatenation
     whole = vary(jnp.zeros(shape, pieces[0].dtype), tuple(varying_axes(pieces[0])))
     for piece, array in zip(ring.pieces(), pieces, strict=True):
-        begin: list[Any] = [0] * len(shape)
         if ring.is_stacked:
-            begin[0], begin[1 + dim], array = ring.place(piece), piece.begin, array[None]
+            begin = [ring.place(piece), 0, 0]
+            begin[1 + dim] = piece.begin
+            whole = lax.dynamic_update_slice(whole, array[None], begin)
         else:
-            begin[dim] = piece.owner * ring.size + piece.begin
-        whole = lax.dynamic_update_slice(whole, array, begin)
+            whole = lax.dynamic_update_slice_in_dim(whole, array, piece.owner * ring.size + piece.begin, dim)
     return [whole]
 
 

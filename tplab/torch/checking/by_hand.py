@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tplab.torch.checking.names import address_of
-from tplab.torch.checking.origins import ADDS, CLAMPS, MULTIPLIES, times
+from tplab.torch.checking.origins import ADDS, CLAMPS, MULTIPLIES, is_in_place, times
 from tplab.torch.checking.watched_steps import WatchedSteps
 from tplab.torch.private import local_of
 from tplab.torch.ranks.rank import this_rank
@@ -35,6 +35,9 @@ class ByHand(WatchedSteps):
             return
         step, moment = self.step, self.moment
         name, first = getattr(func, "__name__", ""), args[0] if args else None
+        writes = moment == "reduction" and is_in_place(name) and not self._made  # without an optimizer
+        if writes and isinstance(first, Tensor) and self.names.at(address_of(first))[0] == "parameter":
+            step.lines["step"] = self.origins.here()
         if name in _DRAWS and isinstance(found, Tensor):
             self.origins.draw(len(found) if found.dim() else 0)
         elif moment in _CHANGES and name.endswith("_") and not name.endswith("__"):

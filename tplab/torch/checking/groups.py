@@ -39,7 +39,10 @@ def _collective(
         return original(group, call, put, opts, take, into)
 
     with rank.calls(SimulatedRank):
-        return rank.mending.collective(run, call, put, take, Taken)
+        found = rank.mending.collective(run, call, put, take, Taken)
+    if isinstance(found, Taken) and "FSDPModule" not in rank.names.kinds():  # whose gathers are of parameters
+        rank.recorder.combine(call.op, put, into)
+    return found
 
 
 def _gathers(op: str, parts: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Samples of ranks that draw their own, handed to the reference in place of its draws."""
+"""Samples of ranks that draw their own, handed to the reference in place of its draws; or the reference's, to ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tplab.checking.recording import Seen, checksum
+from tplab.checking.repairs import Groups
 from tplab.torch.ranks.rank import this_rank
 
 
@@ -23,12 +24,13 @@ class Handed:
 
     is_drawn   whether the reference gets all ranks' samples together in place of its own draws: it may draw fewer
     why        the reason for handing them over
+    groups     if given, each group of ranks gets an equal part of all, in one piece, and all of its ranks the same
     """
 
-    def __init__(self, seen: Sequence[Seen]):
+    def __init__(self, seen: Sequence[Seen], groups: Groups = ()):
         count = min(one.num_steps for one in seen)
-        self.is_drawn, self.why = False, ""
-        self._steps = [_Queues([one.steps[number] for one in seen]) for number in range(count)]
+        self.is_drawn, self.why, self._groups = False, "", groups
+        self._steps = [_Queues([one.steps[number] for one in seen], groups) for number in range(count)]
 
     @property
     def fits(self) -> bool:
@@ -72,14 +74,15 @@ class Handed:
 
     def check_end(self) -> None:
         """Raise NotEnough if the reference has left samples out."""
-        for step in () if self.is_drawn else self._steps:
+        for step in () if self.is_drawn or self._groups else self._steps:
             step.check_end()
 
 
 class _Queues:
     """The samples of one step."""
 
-    def __init__(self, steps: Sequence) -> None:
+    def __init__(self, steps: Sequence, groups: Groups) -> None:
+        self._groups = groups
         distinct = {
             tuple(checksum(x) for data in step.samples for x in data.values()): step for step in steps if step.samples
         }
@@ -111,7 +114,14 @@ class _Queues:
             return asked
         share = this_rank().rank % self.num_shares
         mine = [x for place, x in enumerate(rows[slot]) if place % self.count * self.num_shares // self.count == share]
+        if self._groups:
+            share, mine = this_rank().rank, rows[slot]
         whole, key = np.concatenate(mine), (slot if rows is self.data else -1, share)
+        if self._groups:
+            place = next(place for place, group in enumerate(self._groups) if share in group)
+            whole = np.array_split(whole, len(self._groups))[place]
+            if whole.shape[1:] != tuple(asked.shape[1:]):
+                return asked  # such as a mask, which may be cut in another way
         start = self.taken[key]
         end = self.taken[key] = start + len(asked)
         if end > len(whole) or whole.shape[1:] != tuple(asked.shape[1:]):

@@ -23,6 +23,7 @@ class MendedSteps:
 
     board     what ranks have exchanged for a repair, by key and rank: they share a process
     watched   the rank whose run is repaired: see `Watched`
+    num_rows  of the samples that its model was called with last
     """
 
     def __init__(self, repairs: Sequence[Repair], board: dict[Any, dict[int, Any]], watched: Any):
@@ -32,7 +33,7 @@ class MendedSteps:
         self._later: list[Callable[[], Any]] = []
         self._weight = 1.0
         self._before: dict[str, Tensor] = {}
-        self._is_done, self._rows = -1, 1
+        self._is_done, self.num_rows = -1, 1
         self._cut: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def _of(self, *kinds: Kind, line: str | None = None) -> Iterator[Repair]:
@@ -86,22 +87,6 @@ class MendedSteps:
             self._share(one, {name: x for x in self._watched.names.parameters()
                               if (name := self._watched.names.of(x)) in one.names or not one.names})  # fmt: skip
 
-    def samples(self, asked: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs of the model."""
-        batch, self._rows = self._turn("samples"), len(next(iter(asked.values())))
-        for one in self._of("samples"):
-            rows, _ = one.values.get(self._step, ([], None))
-            for whole, (name, x) in zip(rows, [*asked.items()]):
-                if x.dim() and whole.shape[1:] == tuple(x.shape[1:]):
-                    asked = {**asked, name: self._part(one, whole, batch, x)}
-        return asked
-
-    def _part(self, one: Repair, whole: np.ndarray, batch: int, like: Tensor) -> Tensor:
-        """Return as many rows as there are in `like`."""
-        place = next(place for place, group in enumerate(one.groups) if self.rank in group)
-        start = (place * one.times + batch) * len(like)
-        return torch.from_numpy(np.array(whole[start : start + len(like)])).to(like)
-
     def _turn(self, key: Any) -> int:
         """Return how often this was asked before in the step."""
         self._turns[key, self._step] += 1
@@ -110,13 +95,10 @@ class MendedSteps:
     def target(self, target: Tensor, ignored: int) -> Tensor:
         """Return the targets of a loss."""
         batch = self._turn("target")
-        for one in self._of("samples"):
-            _, whole = one.values.get(self._step, ([], None))
-            if whole is not None and target.dim() and whole.shape[1:] == tuple(target.shape[1:]):
-                return self._part(one, whole, batch, target)
         for one in self._of("gather"):
             if batch < len(wholes := one.values.get(self._step, ())):
-                return self._part(one, wholes[batch], 0, target)
+                part = wholes[batch][self.rank * len(target) : (self.rank + 1) * len(target)]
+                return torch.from_numpy(np.array(part)).to(target)
         for one in self._of("targets"):
             return self._cut_targets(one, one.values[self._step][1][batch], target, ignored)
         return target
@@ -125,7 +107,7 @@ class MendedSteps:
         """Return the rank's part of the targets, and set the weight of its loss: as in the mean over all of them; or if
         the loss is not a mean, to make up for the number of targets that it had."""
         size = this_rank().mesh.size
-        part = np.array_split(whole.reshape(self._rows, -1), size, axis=1)[self.rank]
+        part = np.array_split(whole.reshape(self.num_rows, -1), size, axis=1)[self.rank]
         held = self._exchanged("targets", [int((x != ignored).sum()) for x in (target, part)])
         had, has = (max(sum(counts), 1) for counts in zip(*held.values()))
         self._weight = had / has if one.by != 1 else held[self.rank][1] * size / has

@@ -222,6 +222,7 @@ class Mending(MendedSteps):
             key: torch.from_numpy(np.array(pieces[self.rank]))
             for one in self._of("put")
             for key, pieces in one.values.items()
+            if self.rank in pieces
         }
 
     def seed(self, seed: int, line: str) -> int:
@@ -234,6 +235,8 @@ _COMBINED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "maximum": lambda parts: parts.amax(0),
     "logsumexp": lambda parts: parts.logsumexp(0),
     "root of the sum of squares": lambda parts: parts.square().sum(0).sqrt(),
+    "first rank's value": lambda parts: parts[0],
+    "last rank's value": lambda parts: parts[-1],
 }
 """See `forward.COMBINED`."""
 

@@ -136,6 +136,11 @@ _COMPARES = {"lt", "le", "gt", "ge", "less", "greater", "less_equal", "greater_e
              "__lt__", "__le__", "__gt__", "__ge__"}  # fmt: skip
 
 
+def is_in_place(name: str) -> bool:
+    """Return whether the function of this name writes to its first argument."""
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
 def times(name: str, args: Sequence[Any]) -> float | None:
     """Return the factor that the function of this name multiplies its tensor by; None if it does something else."""
     numbers = [float(x) for x in args[:2] if _is_constant(x)]

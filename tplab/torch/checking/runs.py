@@ -78,6 +78,8 @@ class Runs:
     ) -> Watch:  # fmt: skip
         """Run the script and return its watch. parts: if not 0, sums are added up in this many parts, and weights and
         samples are off in their last digit. traced: the step of which every operation is recorded. Raises NotRun."""
+        dealt = [Handed(one.values["seen"], one.groups) for one in repairs if one.kind == "samples"]
+        handed = dealt[-1] if dealt else handed
         feed = None if handed is None else handed.again(self.mesh.size)
         steps = steps or (self.steps if traced is None else traced + 1)
         plan = Plan(steps, feed, weights, nudges=parts > 0, traced=traced, repairs=tuple(repairs))
@@ -111,7 +113,8 @@ class Runs:
             line = next((one.lines["skipped"] for one in watch.seen if "skipped" in one.lines), "")
             prints = [text for seen in watch.seen for step in seen.steps for text, _ in step.prints if text.strip()]
             raise NothingToLearn(
-                f"on {self} no step of an optimizer was seen: the script must call step() of a torch.optim.Optimizer"
+                f"on {self} no step of an optimizer was seen: the script must call step() of a "
+                "torch.optim.Optimizer, or write to its model's parameters in place"
                 + (f"; it ended, and the last thing it printed was {prints[-1].strip()!r}" if prints else "")
                 + (f". All updates were skipped at {line}: gradients were not finite (NaN, or inf)" if line else "")
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch._C import DisableTorchFunction
 from tplab.checking.source import returned
 from tplab.checking.trail import Op, Trail
 from tplab.torch.checking.names import Names
-from tplab.torch.checking.origins import compares, node_of, times
-from tplab.torch.checking.pieces import array_of
+from tplab.torch.checking.origins import compares, is_in_place, node_of, times
+from tplab.torch.checking.pieces import array_of, is_there
 from tplab.torch.private import graph_task, transform
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.program import is_program
@@ -62,10 +62,12 @@ class Recorder:
         """Return the result of an operation, or the one to put in its place, with the original gradient."""
         if isinstance(found, tuple):
             return type(found)(self._placed(op, x, place) for place, x in enumerate(found))
+        if (gradient := self._put.get((op.key, "back", place))) is not None and found.requires_grad:
+            found.register_hook(lambda x: gradient.to(x))
         if (value := self._put.get((op.key, ~place) if place else op.key)) is None:
             return found
         value = value.to(found)
-        if op.key[1].endswith("_") and not op.key[1].endswith("__"):  # an in-place operation
+        if is_in_place(op.key[1]):
             with torch.no_grad():
                 return found.copy_(value)
         return found + (value - found).detach() if found.is_floating_point() else value
@@ -102,6 +104,13 @@ class Recorder:
         elif self._inside:
             self._inside[-1].sent.append(line)
 
+    def combine(self, name: str, put: Any, into: Sequence[Tensor]) -> None:
+        """Record a finished collective outside of autograd functions, which has written its results into tensors."""
+        if not (self._inside or not self._is_on() or graph_task() != -1 or transform() is not None):
+            op = self._begin(f"{name}_", (put,), {})
+            op.sent.append(op.line)
+            self._note(op, [self._placed(op, x, place) for place, x in enumerate(into)], is_hooked=False)
+
     def begin_backward(self, loss: Any) -> None:
         if isinstance(loss, Tensor) and self._is_on() and self.trail.end < 0:
             self.trail.end = self._of(loss)
@@ -126,15 +135,15 @@ class Recorder:
         made = [number for number in given if number >= 0]
         op = Op((lines[0], name, turn), lines, made, [], times=times(name, args), compares=compares(name, args))
         for place, x in enumerate(args):
-            if isinstance(x, Tensor) and not x.requires_grad and x.dim():
+            if isinstance(x, Tensor) and not x.requires_grad and x.dim() and is_there(x):
                 number = self._of(x)
                 op.given[place] = array_of(x), self.trail.ops[number].line if number >= 0 else ""
         return op
 
-    def _note(self, op: Op, found: Any) -> None:
-        """Record the results of an operation."""
+    def _note(self, op: Op, found: Any, is_hooked: bool = True) -> None:
+        """Record the results of an operation, and their gradients if `is_hooked`."""
         results = list(tensors_in(found))
-        if not results:
+        if not results or not all(map(is_there, results)):
             return
         number = len(self.trail.ops)
         self.trail.ops.append(op)
@@ -143,7 +152,7 @@ class Recorder:
                 op.values.append(array_of(x))
             self._made[id(x)] = number
             self._kept.append(x)
-            if node_of(x) is not None:
+            if is_hooked and node_of(x) is not None:
                 self._hook(x, op, number, place)
 
     def _of(self, x: Tensor) -> int:

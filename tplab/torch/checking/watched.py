@@ -135,7 +135,7 @@ class Watched(ByHand):
         self.origins.use_data(call.lines, max(len(x) if x.dim() else 0 for x in data.values()))
         if is_whole and (self.plan.feed is not None or self.plan.repairs or self.plan.nudges):
             data = self.plan.feed.data(self.seen.num_steps, data) if self.plan.feed is not None else data
-            data = self.mending.samples(data) if self.plan.repairs else data
+            self.mending.num_rows = len(next(iter(data.values())))
             data = {name: nudged(x) for name, x in data.items()} if self.plan.nudges else data
             args, kwargs = replaced(args, kwargs, data)
         call.samples = {name: self.plan.once(x) for name, x in data.items()}

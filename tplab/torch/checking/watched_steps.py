@@ -61,8 +61,10 @@ class WatchedSteps:
         return this_rank().lines.here()
 
     def _is_traced(self) -> bool:
-        """Return whether this is the step to record. It begins right after the step before it."""
-        return not self.is_looking and self.seen.num_steps + self.step.has_stepped == self.plan.traced
+        """Return whether this is the step to record. It begins right after the update before it, and ends when all
+        ranks' updates have arrived."""
+        now = self.seen.num_steps
+        return not self.is_looking and self.plan.traced in (now, now + self.step.has_stepped)
 
     @property
     def moment(self) -> str:
@@ -155,6 +157,10 @@ class WatchedSteps:
         self.step.lines["backward"] = line
         self._backward_in = {code for code, _ in this_rank().lines.chain()}
         self._hook()
+        if not self._made and not self.seen.weights:
+            with self.looks():
+                self.seen.weights = self._pieces((self.names.of(p), p) for p in self.names.parameters())
+                self.seen.shared = self.names.shared()
         is_first = grads is None or (not isinstance(grads, Tensor) and all(grad is None for grad in grads))
         if isinstance(first, Tensor) and first.numel() == 1 and is_first:
             by = self.mending.loss(len(self.step.losses))

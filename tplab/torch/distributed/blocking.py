@@ -86,8 +86,21 @@ class SimpleQueue:
 
     def __init__(self) -> None:
         self._queue: Any = _queue.SimpleQueue()
-        self.put, self.put_nowait, self.get_nowait = self._queue.put, self._queue.put_nowait, self._queue.get_nowait
-        self.empty, self.qsize = self._queue.empty, self._queue.qsize
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._queue.put(item)
+
+    def put_nowait(self, item: Any) -> None:
+        self._queue.put(item)
+
+    def get_nowait(self) -> Any:
+        return self._queue.get_nowait()
+
+    def empty(self) -> bool:
+        return self._queue.empty()
+
+    def qsize(self) -> int:
+        return self._queue.qsize()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if not block or of_several(timeout is not None) is None or (timeout is not None and timeout < 0):

@@ -107,7 +107,8 @@ def _belongs_to_program(thread: Any) -> bool:
     module = getattr(function, "__module__", None) or type(function).__module__
     if module == "concurrent.futures.thread":  # its queue is Python's own if it was made outside the run
         return any(isinstance(given, SimpleQueue) for given in thread._args)
-    if module.split(".")[:2] == ["torch", "distributed"] or module.startswith("tplab.torch."):
+    is_ours = module.startswith("tplab.torch.") or hasattr(function, "tplabs_own")  # such as os._exit
+    if is_ours or module.split(".")[:2] == ["torch", "distributed"]:
         return True
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is not None and is_program(code.co_filename)

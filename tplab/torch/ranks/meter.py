@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import chain, zip_longest
 from math import prod
@@ -183,7 +183,7 @@ def _cost(
     func: Any, traits: _Traits, inputs: list[Tensor], outputs: list[Tensor], args: Any, kwargs: Any, result: Any
 ) -> Cost:
     packet = func.overloadpacket
-    count = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    count, parts = flop_registry.get(_COUNTED_AS.get(packet, packet)), [*_dense((*inputs, *outputs))]
     attention, matmul = _attention(packet, args, kwargs), _matmul(packet, args, outputs)
     if attention is not None:
         flops = attention.flops
@@ -197,9 +197,9 @@ def _cost(
     elif traits.is_copy:
         flops = 0
     else:  # one operation for each element of the larger side: elementwise, or a reduction
-        flops = max(x.numel() for x in (*inputs, *outputs))
-    num_bytes = sum(x.nbytes for x in (*inputs, *outputs))
-    if traits.picks:
+        flops = max((x.numel() for x in parts), default=0)
+    num_bytes = sum(x.nbytes for x in parts)
+    if traits.picks and len(parts) == len(inputs) + len(outputs):
         num_bytes += min(0, outputs[0].nbytes - inputs[0].nbytes)
     elif packet in _SCORES:  # one score per row is read, or one number per row is written into zeros
         scores, target = args[_SCORES[packet] : _SCORES[packet] + 2]
@@ -212,6 +212,15 @@ def _cost(
         read = [min(x.nbytes, touched * x.itemsize) if x is args[_PUTS[packet]] else x.nbytes for x in inputs[:-1]]
         num_bytes = sum(read) + (1 + is_sum) * touched * args[0].itemsize
     return Cost(packet.__name__, flops, num_bytes, outputs[0], matmul, attention)
+
+
+def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors; of sparse ones, their indices and values."""
+    for x in tensors:
+        if x.layout is torch.strided:
+            yield x
+        else:
+            yield from (getattr(x, name)() for name in _PARTS.get(x.layout, ()))
 
 
 def _num_put(packet: Any, args: Any) -> int:
@@ -252,6 +261,11 @@ def _attention(packet: Any, args: Any, kwargs: dict[str, Any]) -> FusedAttention
     return FusedAttention(batch, heads, q_len, k_len, (width + v.shape[3]) // 2, is_causal, first == 1)
 
 
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 _LEFT_OPERAND = {
     aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1,
 }  # fmt: skip

@@ -19,7 +19,7 @@ from tplab.mesh import Axis
 from tplab.sequence import AttentionMask, TokenLayout, efficiency, load, tiles_of
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.shown import check_shown
-from tplab.widgets.score.op_kinds import kind_of
+from tplab.widgets.score.names import kind_of
 
 MOST_TOKENS, MOST_RANKS = 64, 16
 TITLE, STRIP, LABEL, CHIP, AXIS = 26, 15, 44, 40, 22

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tplab.errors import PlanError
 from tplab.forecast import Forecast, Plan
-from tplab.widgets.layouts.survey import exactly, survey
+from tplab.widgets.layouts.candidates import exactly, survey
 from tplab.widgets.layouts.words import GIB, held_text
 from tplab.widgets.paper.task import Claim, Task, Tasks, at_least, at_most, below
 

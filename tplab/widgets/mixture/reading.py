@@ -20,7 +20,7 @@ from tplab.sharding import share
 from tplab.trace.event import Event
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.shown import check_shown
-from tplab.widgets.score.op_kinds import kind_of
+from tplab.widgets.score.names import kind_of
 
 MOST_RANKS, MOST_EXPERTS = 16, 64
 _EXCHANGES = ("all_to_all", "all_gather", "reduce_scatter")

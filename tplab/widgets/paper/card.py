@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, wraps
 from pathlib import Path
 from typing import Any, ClassVar, SupportsFloat, TypeVar, cast
@@ -14,7 +14,10 @@ import anywidget
 import ipywidgets
 import traitlets
 
+from tplab.widgets.paper.legend import Key
+from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.still import below
+from tplab.widgets.paper.wire import pack
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -117,3 +120,25 @@ class Step(traitlets.Float):
         if not isinstance(value, SupportsFloat) or not 0 <= float(value) <= last:
             raise traitlets.TraitError(f"step is {value!r}, and there are steps 0 to {last}; give one of those")
         return float(value)
+
+
+class Played(Card):
+    """`step` is the position of the playhead. The pictures repeat after `period` steps.
+
+    says    for each step: its name, and what happens
+    times   when the steps begin; `lanes` is drawn below the pictures, if there is a run
+    """
+
+    _esm = script("tiles")
+    kept = ("step",)
+    scene = traitlets.Bytes().tag(sync=True)
+    score = traitlets.Bytes().tag(sync=True)
+    step = Step().tag(sync=True)
+
+    def __init__(
+        self, scenes: Sequence[Scene], legend: Sequence[Key], title: str, about: str, says: Sequence[tuple[str, str]],
+        period: int, step: float, note: str = "", times: Sequence[float] = (), lanes: bytes = b"",
+    ):  # fmt: skip
+        header, columns = packed(scenes, legend)
+        header |= {"title": title, "about": about, "sentence": self.sentence, "note": note, "says": says}
+        super().__init__(scene=pack({**header, "period": period, "times": times}, columns), score=lanes, step=step)

@@ -8,8 +8,8 @@ from typing import Any
 
 import traitlets
 
-from tplab.widgets.paper.bench import Bench
 from tplab.widgets.paper.card import Card, in_turn
+from tplab.widgets.paper.task import Bench
 
 
 class Lab(Card):

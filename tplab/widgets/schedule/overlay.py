@@ -25,7 +25,7 @@ from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact, paper_name
 from tplab.widgets.schedule.still import actions_of
 from tplab.widgets.score import words
-from tplab.widgets.score.op_kinds import name_of
+from tplab.widgets.score.names import name_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,13 +118,8 @@ def _bar(sheet: Sheet, run: Simulation, index: int, at: At, y: float, size: floa
     kind = int(schedule.kind[index])
     x, right = at(float(run.start[index - int(schedule.joined[index])])), at(float(run.end[index]))
     label = schedule.action(index).label if kind <= CODE["W"] else "step" if kind == CODE["STEP"] else ""
-    colour = _colour(by, int(schedule.stage[index]), int(schedule.microbatch[index]))
+    colour = None if by == "kind" else hue(int((schedule.stage if by == "stage" else schedule.microbatch)[index]))
     draw_action(sheet, kind, label, x, right, y, size, schedule.slot[index] / slots, colour)
-
-
-def _colour(by: str, stage: int, microbatch: int) -> str | None:
-    """The colour of an action's stage or microbatch; None if its kind decides."""
-    return None if by == "kind" else hue(stage if by == "stage" else microbatch)
 
 
 def legend(runs: Sequence[Simulation], limit: float | None, by: str = "kind") -> list[Key]:

@@ -17,8 +17,8 @@ from tplab.schedules import RULES, Costs, Schedule, Simulation, auto_schedule, f
 from tplab.schedules.action import in_words
 from tplab.trace.perfetto import chrome_trace
 from tplab.units import plain
-from tplab.widgets.paper.bench import Bench
 from tplab.widgets.paper.svg import svg
+from tplab.widgets.paper.task import Bench
 from tplab.widgets.schedule import still
 from tplab.widgets.schedule.facts import PAPERS
 from tplab.widgets.schedule.tasks import TASKS

@@ -1,4 +1,7 @@
-"""The names of a trace's chunks in a picture: those of the program if they are known, otherwise letters."""
+"""The names of a trace's chunks and operations in a picture, and the kinds of its operations.
+
+Chunks have the names of the program if they are known, otherwise letters.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +71,37 @@ def _shared(known: Mapping[int, str], variable: Mapping[int, str], met: Mapping[
             if seen.setdefault((name, rank), chunk) != chunk:
                 found.add(variable[chunk])
     return found
+
+
+KINDS = ("product", "norm", "elementwise", "copy", "computing")
+
+_PRODUCTS = re.compile(
+    r"(add|badd)?b?(mm|mv)_?|matmul|linear|dot(_general)?|einsum|conv(?!ert)\w*|.*attention.*|.*matmul.*"
+)
+_NORMS = re.compile(r".*norm.*|.*softmax.*|logsumexp|var(_mean)?|mean|rsqrt")
+_COPIES = re.compile(
+    r"clone|copy_?|cat|concatenate|stack|split|slice|dynamic_(update_)?slice|gather|index(_select|_put_?)?|embedding|"
+    r"transpose|reshape|pad|constant_pad_nd|convert_element_type|_to_copy|zeros?\w*|ones\w*|full\w*|fill_?|select_and_\w*|"
+    r"broadcast_in_dim|squeeze|iota|arange|repeat|flip|roll|scatter\w*"
+)
+
+
+_ATTENTION = re.compile(r"_?scaled_dot_product_\w*attention\w*")
+
+
+def name_of(op: str) -> str:
+    """The displayed name of an operation, without names of CPU kernels, which the modelled GPU does not run."""
+    backward = ", backward" if op.endswith("_backward") else ""
+    return f"scaled dot-product attention{backward}" if _ATTENTION.fullmatch(op) else op
+
+
+def kind_of(op: str) -> str:
+    """ "product" (of matrices), "norm" (norms, softmax and the statistics they need), "copy", "computing" (anything
+    between two measured collectives), otherwise "elementwise"."""
+    if op == "compute":
+        return "computing"
+    if _PRODUCTS.fullmatch(op):
+        return "product"
+    if _NORMS.fullmatch(op):
+        return "norm"
+    return "copy" if _COPIES.fullmatch(op) else "elementwise"

@@ -9,6 +9,7 @@ import numpy as np
 
 from tplab.schedules.action import F
 from tplab.trace.critical_path import critical_rows
+from tplab.units import number_text
 from tplab.widgets.paper.legend import IDLE, WORKS, Key, actions
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import GRADIENT, HUES, KINDS, LINE, TOKENS, WORK, mix, token
@@ -60,8 +61,8 @@ def picture(score: Score) -> bytes:
     scenes, drawn = packed(drawings, of_animation(score))
     holds = {f"hold_{name}": column for name, column in score.holds.items()}
     kept = _contents(score, holds)
-    columns = {**_bars(score), **drawn, **holds, **kept, "sets": _bits(score.sets, score.trace.mesh.size)}
-    return pack({**_about(score), **scenes}, columns)
+    columns = {**_bars(score), **drawn, **holds, "sets": _bits(score.sets, score.trace.mesh.size)}
+    return pack({**_about(score), **scenes, "values": kept}, columns)
 
 
 def lanes(score: Score, measured: Durations | None = None, by_kind: bool = False) -> bytes:
@@ -103,7 +104,7 @@ def _about(score: Score) -> dict[str, Any]:
     return warned | {
         "title": trace.title or "program",
         "about": words.about(score),
-        "badge": words.badge(score),
+        "badge": words.clock(trace),
         "unit": trace.unit,
         "ranks": trace.mesh.size,
         "times": score.times.tolist(),
@@ -145,18 +146,18 @@ _CODES = {"place": "where", "axis": "axis", "reduction": "reduction"}
 """Columns of bars that are indices into a table of the header -> the trace's column that each is taken from."""
 
 
-def _contents(score: Score, holds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The numbers that were kept, flattened, with the start of each; the largest are left out if there are too many."""
+def _contents(score: Score, holds: dict[str, np.ndarray]) -> list[str]:
+    """The numbers that were kept, as text; the largest are left out if there are too many."""
     sizes = np.array([array.size for array in score.values], int)
     limit = next((limit for limit in (64, 16, 4, 1) if sizes[sizes <= limit].sum() <= MAX_NUMBERS), 0)
-    kept = [array for array in score.values if array.size <= limit]
     place = np.append(np.where(sizes <= limit, np.cumsum(sizes <= limit) - 1, -1), -1)  # the last one is for "none"
     holds["hold_value"] = place[holds["hold_value"]]
-    flat = [np.ravel(array).astype(np.float32) for array in kept]
-    return {
-        "value_numbers": np.concatenate([*flat, np.zeros(0, np.float32)]).astype(np.float32),
-        "value_start": np.cumsum([0, *(array.size for array in kept)]),
-    }
+    return [_listed(np.ravel(array).astype(np.float32)) for array in score.values if array.size <= limit]
+
+
+def _listed(numbers: np.ndarray, most: int = 12) -> str:
+    more = f" … ({len(numbers)})" * (len(numbers) > most)
+    return " ".join(number_text(float(number)) for number in numbers[:most]) + more
 
 
 def _bits(sets: list[tuple[int, ...]], num_ranks: int) -> np.ndarray:

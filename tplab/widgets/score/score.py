@@ -28,8 +28,7 @@ from tplab.widgets.paper.palette import GRADIENT, KINDS, OPS, WORK, hue
 from tplab.widgets.paper.shown import check_shown
 from tplab.widgets.score import pipeline
 from tplab.widgets.score.holds import JOINING, holdings, versions
-from tplab.widgets.score.names import LOW, names
-from tplab.widgets.score.op_kinds import kind_of, name_of
+from tplab.widgets.score.names import LOW, kind_of, name_of, names
 
 COMPUTE, SEND, COLLECTIVE, WAIT = range(4)
 _KIND = {"compute": COMPUTE, "send": SEND, "collective": COLLECTIVE, "wait": WAIT, "receive": -1}
@@ -249,7 +248,10 @@ class Score:
 
     def time(self, position: float) -> float:
         """The time at which the playhead is, given its position."""
-        return float(np.interp(position, np.arange(len(self.times)), self.times))
+        position = min(max(float(position), 0.0), float(self.num_steps))
+        index = min(int(position), self.num_steps - 1)
+        begin, end = float(self.times[index]), float(self.times[index + 1])
+        return end if position == index + 1 else begin + (position - index) * (end - begin)
 
     @cached_property
     def shows_numbers(self) -> bool:

@@ -96,7 +96,7 @@ def timeline(score: Score, measured: Durations | None = None) -> bytes:
 def _head(pen: Pen, score: Score) -> None:
     """The title, the mesh and the clock."""
     draw_edge(pen, pen.width, pen.height)
-    draw_head(pen, pen.width, score.trace.title or "program", words.about(score), words.badge(score))
+    draw_head(pen, pen.width, score.trace.title or "program", words.about(score), words.clock(score.trace))
 
 
 def story(score: Score) -> float:

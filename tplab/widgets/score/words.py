@@ -40,10 +40,6 @@ def _microbatches(score: Score) -> str:
     return counted(len({item.piece for item in score.items}), "microbatch")
 
 
-def badge(score: Score) -> str:
-    return clock(score.trace)
-
-
 def clock(trace: Trace) -> str:
     """The clock: "modelled · h100, data sheet", "modelled · unit times", "measured"."""
     if trace.unit == "steps":
@@ -66,8 +62,8 @@ def summary(score: Score, verb: str = "Animation") -> str:
         steps = f"{_microbatches(score)}, {steps}"
     total = score.total_sent.tolist()
     sent = f"each rank sends {range_text(total)}" if max(total) > 0 else "nothing is sent"
-    clock = badge(score).replace(" · ", ", ")
-    return f"{verb} of {trace.title or 'a program'} on {trace.mesh}: {steps}, {sent} ({clock})."
+    said = clock(trace).replace(" · ", ", ")
+    return f"{verb} of {trace.title or 'a program'} on {trace.mesh}: {steps}, {sent} ({said})."
 
 
 def busy(score: Score) -> np.ndarray:

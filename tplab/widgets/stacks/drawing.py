@@ -14,7 +14,7 @@ from tplab.widgets.paper.legend import Key, dashes
 from tplab.widgets.paper.palette import DIM, HUES, INK, LINE, WORK, mix
 from tplab.widgets.paper.pen import text_width
 from tplab.widgets.paper.scene import Scene, spans
-from tplab.widgets.score.op_kinds import name_of as op_name
+from tplab.widgets.score.names import name_of as op_name
 
 WIDTH, NARROW, HEIGHT = 900, 460, 292
 LEFT, TOP, BOTTOM, GAP = 62, 26, 40, 20
@@ -82,7 +82,10 @@ def picture(
     base, scale = HEIGHT - BOTTOM, (HEIGHT - BOTTOM - TOP) / (1.06 * most)
     in_time = all(memory.unit == "s" for memory in memories.values())
     unit = "s" if in_time else "steps"
-    places = {title: [_places(held, in_time) for held in memory] for title, memory in memories.items()}
+    places = {
+        title: [held.times if in_time else held.operations.astype(float) for held in memory]
+        for title, memory in memories.items()
+    }
     ends = {title: max(float(xs[-1]) for xs in ranks) for title, ranks in places.items()}
     if in_time:
         ends = dict.fromkeys(ends, max(ends.values()))
@@ -114,10 +117,6 @@ def reading(held: RankMemory, row: int, along: str) -> str:
     if held.where[row]:
         what = f"{what} at {held.where[row]}, {held.phases[row]}" if what else f"{held.where[row]}, {held.phases[row]}"
     return f"{when}: {what}" if what else when
-
-
-def _places(held: RankMemory, in_time: bool) -> np.ndarray:
-    return held.times if in_time else held.operations.astype(float)
 
 
 def _area(held: RankMemory, x: float, across: np.ndarray, base: float, scale: float) -> Area:

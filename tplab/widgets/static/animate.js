@@ -1,25 +1,20 @@
 // One card for one trace: the ranks, what each of them holds, and the timeline, under one playhead.
 import { card, el, hint, live } from "./shell.js";
-import { bytesText, numberText } from "./units.js";
+import { bytesText } from "./units.js";
 import { unpack } from "./wire.js";
 import { COLLECTIVE, OWN, PASSED, UNSURE, carried, frame, head, members, numSteps, partOf, pieceText, pool, positionAt, sentText, timeAt, values } from "./score.js";
 import { Player } from "./player.js";
 import { Scene, drawLegend } from "./scene.js";
 import { Lanes } from "./lanes.js";
 
-function numbersOf(score, hold) {
-  const numbers = Array.from(values(score, hold), numberText);
-  return numbers.length > 12 ? `${numbers.slice(0, 12).join(" ")} … (${numbers.length})` : numbers.join(" ");
-}
-
 // The tooltip of a chunk in transit, a cell of the table or a rank.
-function describe(score, now, { flight, rank, item }, values) {
+function describe(score, now, { flight, rank, item }) {
   if (flight >= 0) {
     item = score.item[flight];
     const from = score.rank[flight];
     const hold = item >= 0 ? now.cells[from * score.items.length + item] : -1;
     return [["", `${score.ops[score.op[flight]]}: rank ${from} sends ${carried(score, flight)} to rank ${score.peer[flight]}`],
-      ["tensor", score.shapes[score.shape[flight]]], ["sends", bytesText(score.bytes[flight])], ...contents(score, hold, values),
+      ["tensor", score.shapes[score.shape[flight]]], ["sends", bytesText(score.bytes[flight])], ...contents(score, hold),
       ["written at", score.where[score.place[flight]]]];
   }
   if (item === undefined) return aboutRank(score, now, rank);
@@ -34,7 +29,7 @@ function describe(score, now, { flight, rank, item }, values) {
   }
   const passed = score.hold_state[hold] === PASSED, part = partOf(score, hold);
   const which = part ? `, part ${part[0]} of ${part[1]} of the whole (counted from 0)` : "";
-  return [["", `rank ${rank} ${passed ? "has passed on" : score.tells_past ? "has had" : "holds"} ${what}${which}`], ["started on", born], ...contents(score, hold, values)];
+  return [["", `rank ${rank} ${passed ? "has passed on" : score.tells_past ? "has had" : "holds"} ${what}${which}`], ["started on", born], ...contents(score, hold)];
 }
 
 // What a rank is doing now, and what it has sent.
@@ -44,12 +39,12 @@ function aboutRank(score, now, rank) {
   return [["", `rank ${rank}`], ["runs", does.join(", ")], ["sends", sends.join(", ")], ["has sent", bytesText(now.sent[rank])]];
 }
 
-function contents(score, hold, values) {
+function contents(score, hold) {
   if (hold < 0) return [];
-  if (score.hold_state[hold] === UNSURE) return [["made by", `ranks ${members(score, hold).join(", ")}; whose data they put in is not known`], ["values", values(hold)]];
+  if (score.hold_state[hold] === UNSURE) return [["made by", `ranks ${members(score, hold).join(", ")}; whose data they put in is not known`], ["values", values(score, hold)]];
   const inside = members(score, hold), all = pool(score, hold, inside);
   const joint = all.length > 1 ? `rank${inside.length === 1 ? "" : "s"} ${inside.join(", ")}${inside.length === all.length ? " (all of them)" : ` (${inside.length} of ${all.length})`}` : "";
-  return [["data of", joint], ["values", values(hold)]];
+  return [["data of", joint], ["values", values(score, hold)]];
 }
 
 async function render({ model, el: host }) {
@@ -60,7 +55,7 @@ async function render({ model, el: host }) {
   // Keys belong to cells, then ranks, then bars.
   const what = (key) => (key >= cells + score.ranks ? { flight: key - cells - score.ranks }
     : key >= cells ? { rank: key - cells } : { rank: Math.floor(key / score.items.length), item: key % score.items.length });
-  const about = (key) => describe(score, now, what(key), (hold) => numbersOf(score, hold));
+  const about = (key) => describe(score, now, what(key));
   drawLegend(root, score);
   const two = el("div.tpl-two");
   root.append(two);

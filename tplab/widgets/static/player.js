@@ -8,10 +8,7 @@ const ICONS = {
 };
 const SPEEDS = [0.5, 1, 2, 4];
 
-const icon = (name) => {
-  const svg = el("svg.tpl-icon", { viewBox: "0 0 16 16", "aria-hidden": "true" }, el("path", { d: ICONS[name] }));
-  return svg;
-};
+const icon = (name) => el("svg.tpl-icon", { viewBox: "0 0 16 16", "aria-hidden": "true" }, el("path", { d: ICONS[name] }));
 
 const pace = (steps) => Math.max(0.2, Math.min(1.1, 18 / steps));
 

@@ -87,12 +87,8 @@ export function carried(score, row) {
 // The name of an item, for a sentence.
 export const pieceText = (score, item) => score.items[item][2];
 
-// The numbers of a hold, if they were kept.
-export function values(score, hold) {
-  const place = score.hold_value[hold];
-  if (place < 0) return [];
-  return score.value_numbers.subarray(score.value_start[place], score.value_start[place + 1]);
-}
+// The numbers of a hold as text, if they were kept.
+export const values = (score, hold) => score.values[score.hold_value[hold]] ?? "";
 
 export function sentText(score, sent) {
   if (!score.totalSent) {

@@ -9,15 +9,6 @@ export function plain(number) {
   return text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
 }
 
-// An element of a tensor: whole numbers below a million are unchanged; others get four significant digits.
-export function numberText(number) {
-  if (!isFinite(number)) return { NaN: "nan", Infinity: "inf", "-Infinity": "-inf" }[number];
-  if (number === Math.trunc(number) && Math.abs(number) < 1e6) return String(number);
-  const exponent = Number(number.toExponential(3).split("e")[1]);
-  if (exponent >= -4 && exponent < 4) return String(Number(number.toPrecision(4)));
-  return number.toExponential(3).replace(/\.?0*e\+?/, "e");
-}
-
 export function bytesText(number) {
   let power = 0;
   for (; number >= 1024 && power < BYTES.length - 1; power++) number /= 1024;
