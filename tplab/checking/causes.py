@@ -41,20 +41,15 @@ class Sizes:
     """The numbers of a run that may explain a factor: ranks, ranks of a group, microbatches."""
 
     def __init__(self, ranks: int, groups: Iterable[int], microbatches: int = 1):
-        self.ranks = ranks
         self._counts: dict[int, list[str]] = {}
-        self._may_be(ranks, "the number of ranks")
-        for size in groups:
-            if size != ranks:
-                self._may_be(size, "the number of ranks in a group")
-        if microbatches > 1:
-            self._may_be(microbatches, "the number of microbatches")
-            if ranks * microbatches not in self._counts:
-                self._may_be(ranks * microbatches, "ranks times microbatches")
-
-    def _may_be(self, count: int, words: str) -> None:
-        if count > 1:
+        for count, words in (
+            (ranks, "the number of ranks"),
+            *((size, "the number of ranks in a group") for size in groups if size != ranks),
+            (microbatches, "the number of microbatches"),
+        ):
             self._counts.setdefault(count, []).append(words)
+        self._counts.setdefault(ranks * microbatches, ["ranks times microbatches"])
+        self._counts = {count: words for count, words in self._counts.items() if count > 1}
 
     def named(self, factor: float) -> str:
         """Return an explanation of the factor, such as "4 (the number of ranks)", with all explanations that fit
@@ -72,8 +67,10 @@ class Sizes:
                 return ", or ".join(found)
         return ""
 
-    def words(self, factor: float) -> str:
-        """Return the factor as a phrase: 4 (the number of ranks) times the reference's."""
+    def words(self, factor: float | None) -> str:
+        """Return the factor as a phrase: 4 (the number of ranks) times the reference's. None: it is just wrong"""
+        if factor is None:
+            return "not the reference's"
         return f"{self.named(factor) or times(factor)} times the reference's"
 
 

@@ -234,10 +234,6 @@ class Facts:
             lines=all_lines, hypotheses=tuple(hypotheses), **more,
         )  # fmt: skip
 
-    def words_of(self, factor: float | None) -> str:
-        """Return the words for a quantity that is this factor times the reference's, or just wrong."""
-        return self.sizes.words(factor) if factor else "not the reference's"
-
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
     """Return whether arrays are equal up to the rounding of float32."""

@@ -41,11 +41,11 @@ def log(facts: Facts) -> Found:
         )
         where = line_of_loss(facts) or backward
         repair = Repair("scale", f"the mean in place of the sum at {where}", where, by=1 / max(round(factor), 1))
-        yield facts.fault("loss", facts.words_of(factor), where, factor=factor, values=values,
+        yield facts.fault("loss", facts.sizes.words(factor), where, factor=factor, values=values,
                           lines=[backward, got.where],
                           hypotheses=[Hypothesis(repair, cause, where, thread("loss"))])  # fmt: skip
         return
-    words, seen = facts.words_of(factor), "training is the same, but what is logged is not"
+    words, seen = facts.sizes.words(factor), "training is the same, but what is logged is not"
     cause = (
         f"{seen}: it is of one rank's own samples, a sum over ranks that is divided by what one rank has, or a mean of "
         "the means of batches or ranks that are not equally large. Add up sums and counts over ranks, then divide"

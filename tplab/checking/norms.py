@@ -99,7 +99,7 @@ def _wrong(
     lines += [facts.line("scale"), facts.line("scale in"), facts.line("step")]
     hypotheses = [Hypothesis(repair, cause, line, thread(key)) for repair in _repairs(facts, line)]
     yield facts.fault(
-        "norm", facts.words_of(factor), line, factor=factor, values=values, ranks=ranks, lines=lines,
+        "norm", facts.sizes.words(factor), line, factor=factor, values=values, ranks=ranks, lines=lines,
         hypotheses=hypotheses,
     )  # fmt: skip
 

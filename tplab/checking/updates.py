@@ -43,7 +43,7 @@ def settings(facts: Facts) -> Found:
                 wrong.setdefault(key, (a, b, set()))[2].add(rank)
     for key, (got, want, ranks) in wrong.items():
         factor = got / want if want else None
-        words = facts.words_of(factor)
+        words = facts.sizes.words(factor)
         if factor and facts.goes_on:  # a schedule's value at another step, not a number of ranks
             words = f"{factor:.4g} times the reference's"
         cause = f"{_SETTINGS.get(key, key)} is not what it is on one rank"
@@ -126,7 +126,7 @@ def states(facts: Facts) -> Found:
         tried = [_restored(facts)]
     whole = () if facts.goes_on else _of_whole_tensors(facts, [name for name, _ in wrong])
     yield facts.fault(
-        "optimizer", facts.words_of(factor), loaded or step, names=[key if key == "step" else f"{key} of {name}"],
+        "optimizer", facts.sizes.words(factor), loaded or step, names=[key if key == "step" else f"{key} of {name}"],
         factor=factor, values=(f"{got:.6g} on rank {rank}", f"{want:.6g}"), ranks=ranks, lines=[step],
         hypotheses=[*(Hypothesis(one, cause, loaded or step) for one in tried), *whole],
         seen="settings and gradients are the reference's, but the optimizer's state is not",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tplab.checking.comparison import each_input, noise_for, nudged
+from tplab.checking.comparison import each_input, noise_for
 from tplab.checking.gaps import is_constant
 from tplab.checking.proofs import FACTS, Check, each_that_answers
 from tplab.checking.report import ParallelReport, Row, perturbed
@@ -23,6 +23,7 @@ from tplab.mesh import Mesh
 from tplab.sharding import P
 from tplab.torch.checking.culprit import Culprit, Inside, Search, look_inside
 from tplab.torch.checking.masks import mask_rows
+from tplab.torch.checking.pieces import nudged
 from tplab.torch.checking.recut import modules_like, recuts
 from tplab.torch.checking.side import Loss, Side, own_loss, to_numpy
 from tplab.torch.ranks.values import dtype_name
@@ -203,20 +204,14 @@ class _Check(Check):
     def _again(self) -> Iterator[Side]:
         """Yield the reference with changed rounding: of parameters, of inputs, too, and with sums in another order."""
         for seed in (0, 1):
-
-            def other(x: Any, seed: int = seed) -> Any:
-                """Return x with each number one unit in the last place off."""
-                if not isinstance(x, Tensor) or not x.is_floating_point():
-                    return x
-                return torch.from_numpy(nudged(to_numpy(x), Rounding(dtype_name(x.dtype)).epsilon, seed)).to(x.dtype)
-
             side = copy.copy(self.theirs)
             side.changes = dict(side.changes)
             for name, p in side.reference.named_parameters():
-                side.changes[name] = Layout(), to_numpy(other(p)) - to_numpy(p) + self._noise(name)
+                side.changes[name] = Layout(), to_numpy(nudged(p, seed)) - to_numpy(p) + self._noise(name)
             side.parts = max(2, self.mesh.size)
             if seed:
-                side.inputs, side.kwargs = [*map(other, side.inputs)], {n: other(x) for n, x in side.kwargs.items()}
+                side.inputs = [nudged(x, seed) for x in side.inputs]
+                side.kwargs = {name: nudged(x, seed) for name, x in side.kwargs.items()}
             yield side
 
     def _trials(self, row: Row, answer: Callable[[Mapping[str, Any]], Any]) -> Iterator[Trial]:

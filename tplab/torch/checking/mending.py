@@ -40,10 +40,6 @@ class Mending(MendedSteps):
                 return work
             if one.kind == "scale":
                 return run(lambda y, by=one.by: take(y * by))
-            if one.kind == "last":
-                self._turns[one.line, self._step] += 1
-                if self._turns[one.line, self._step] > one.times:
-                    continue
             if call.op in ("all_reduce", "broadcast"):
                 return finished()
             if call.op == "reduce_scatter":
@@ -66,11 +62,13 @@ class Mending(MendedSteps):
         """Yield the repairs of the collective at this line, whose input is x."""
         for one in self._of(*kinds, line=self._watched.line()):
             is_meant = not one.names or set(self._watched.names.at(address_of(x))[1]) & set(one.names)
-            if is_meant and (one.kind != "skip" or self._is_turn(one)):
+            if is_meant and (one.kind not in ("skip", "last") or self._is_turn(one)):
                 yield one
 
     def _is_turn(self, one: Repair) -> bool:
-        """Return whether a sum in the backward pass is the one to leave out."""
+        """Return whether a collective is to be left out: one of those in the backward pass, or of the first ones."""
+        if one.kind == "last":
+            return self._turn(one.line) < one.times
         return graph_task() != -1 and self._turn(one.line) % one.times == one.was
 
     # --- other operations --------------------------------------------------------------------------------------------

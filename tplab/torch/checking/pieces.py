@@ -82,11 +82,12 @@ def sampled(gradient: Tensor) -> np.ndarray:
     return x[torch.from_numpy(some_of(x.numel())).to(x.device)].double().cpu().numpy()
 
 
-def nudged(x: Tensor) -> Tensor:
-    """Return the tensor with each element one unit in its last place larger or smaller, at random."""
-    if not x.is_floating_point() or hasattr(x, "_local_tensor"):
+def nudged(x: Any, seed: int = 0) -> Any:
+    """Return a tensor with each element one unit in its last place larger or smaller, at random. Return anything but a
+    floating-point tensor unchanged, and DTensors."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or hasattr(x, "_local_tensor"):
         return x
-    signs = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(x.numel())).to(x.device) * 2 - 1
+    signs = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(x.numel() + seed)).to(x.device) * 2 - 1
     return (x.detach().double() * (1 + torch.finfo(x.dtype).eps * signs.double())).to(x.dtype)
 
 
