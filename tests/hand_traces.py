@@ -159,24 +159,11 @@ def send_over_wait() -> Trace:
     recorder = Recorder(Mesh(tp=2), "exchange", "torch")
     mine, other = recorder.chunk(0, 0), recorder.chunk(1, 0)
     for source, target, start, chunk in ((0, 1, 0.0, mine), (1, 0, 2.0, other)):
-        recorder.add_message(
-            source,
-            target,
-            "ring_shift",
-            (start, start + 1),
-            "tp",
-            (0, 1),
-            16,
-            (4,),
-            "float32",
-            int(start),
-            chunk,
-            (source,),
-            None,
-            "cell 2, line 3",
-        )
-    recorder.add_wait(0, "ring_shift", 0.0, 3.0, "tp", "cell 2, line 3")
-    recorder.add_wait(1, "ring_shift", 0.0, 1.0, "tp", "cell 2, line 3")
+        about = {"peer": target, "axis": "tp", "group": (0, 1), "bytes": 16, "shape": (4,), "dtype": "float32"}
+        about |= {"step": int(start), "chunk": chunk, "contributors": (source,), "where": "cell 2, line 3"}
+        recorder.add(source, "message", "ring_shift", start, start + 1, **about)
+    for rank, end in ((0, 3.0), (1, 1.0)):
+        recorder.add(rank, "wait", "ring_shift", 0.0, end, axis="tp", where="cell 2, line 3")
     return recorder.trace(unit="steps")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never
@@ -171,7 +172,7 @@ class Mesh:
         return hash(tuple(self._shape.items()))
 
     def __reduce__(self):
-        return _mesh_from, (dict(self._shape),)
+        return partial(Mesh, **self._shape), ()
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self._shape.items())})"
@@ -228,10 +229,6 @@ def _axes(dims: Mapping[str, tuple[int, int]], distance: int, world: int) -> lis
             if distance * size == world or outer:
                 found = max(found, [name, *outer], key=len)
     return found
-
-
-def _mesh_from(axes: dict[str, int]) -> Mesh:
-    return Mesh(**axes)
 
 
 def whole_or_none(value: Any) -> int | None:

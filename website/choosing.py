@@ -103,7 +103,7 @@ def _row(model: str, gpus: int, batch: int, sequence: int, network: str) -> str:
     best = found[0]
     job = f"{model}, {gpus} GPUs, {batch:,} x {sequence:,} tokens"
     where = fabrics()[network].name if gpus > 8 else "one node"
-    about = str(best.plan), f"{best.seconds:.3g}", best.step.between, _class(best.step), f"{best.mfu:.0%}"
+    about = str(best.plan), f"{best.seconds:.3g}", best.between, _class(best), f"{best.mfu:.0%}"
     return f"| {' | '.join([job, where, *about, _others(found)])} |"
 
 

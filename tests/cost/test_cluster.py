@@ -102,12 +102,12 @@ def test_ranks_of_one_node_share_the_inner_link(a, b, node_size):
     if a == b:
         expected = NO_LINK
     elif any({a, b} <= node for node in nodes):
-        expected = c.NVLINK_4
+        expected = sheets.NVLINK_4
     else:
-        expected = c.INFINIBAND_NDR
+        expected = sheets.INFINIBAND_NDR
     assert cluster.link(a, b) is expected
     assert cluster.link(b, a) is expected
-    assert c.TPU_V5E_RING.link(a, b) is (NO_LINK if a == b else c.ICI_V5E)
+    assert c.TPU_V5E_RING.link(a, b) is (NO_LINK if a == b else sheets.ICI_V5E)
 
 
 @given(ranks=st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True))
@@ -119,10 +119,10 @@ def test_a_ring_is_as_slow_as_its_slowest_hop(ranks):
 
 
 def test_group_links_of_a_mesh_of_two_nodes():
-    assert c.H100_NODE.group_link(range(8)) is c.NVLINK_4
-    assert c.H100_NODE.group_link(range(8, 16)) is c.NVLINK_4
-    assert c.H100_NODE.group_link([0, 8]) is c.INFINIBAND_NDR
-    assert c.H100_NODE.group_link(range(16)) is c.INFINIBAND_NDR
+    assert c.H100_NODE.group_link(range(8)) is sheets.NVLINK_4
+    assert c.H100_NODE.group_link(range(8, 16)) is sheets.NVLINK_4
+    assert c.H100_NODE.group_link([0, 8]) is sheets.INFINIBAND_NDR
+    assert c.H100_NODE.group_link(range(16)) is sheets.INFINIBAND_NDR
     assert c.H100_NODE.group_link([5]) is NO_LINK
     equal = replace(c.H100_NODE, inner_link=Link("near", 1.0, 10.0), outer_link=Link("far", 2.0, 10.0))
     assert equal.group_link([0, 1, 8]).name == "far"
@@ -148,7 +148,7 @@ def test_the_roofline_is_the_larger_of_arithmetic_and_memory():
     assert chip.seconds(flops=1000, bytes=10, dtype="bfloat16") == 3 + 5
     assert chip.seconds(flops=1000, bytes=500, dtype="bfloat16") == 3 + 50
     assert chip.seconds(0, 0) == 3
-    assert Cluster("one", chip, c.NVLINK_4).compute_seconds(1000, 10, "float32") == 13
+    assert Cluster("one", chip, sheets.NVLINK_4).compute_seconds(1000, 10, "float32") == 13
     # a dtype that the chip has no figure for is never modelled faster than one it has
     assert chip.peak("complex128") == 100
 
@@ -178,7 +178,7 @@ NOT_A_FIGURE = (-1.0, math.nan, math.inf, "1 TB/s", None, True, 1j)
 
 @pytest.mark.parametrize("value", NOT_A_FIGURE, ids=repr)
 def test_impossible_figures_are_refused(value):
-    chip = c.H100
+    chip = sheets.H100
     for name in ("memory_bandwidth", "memory", "launch"):
         with pytest.raises(ClusterError, match=f"chip 'H100 SXM 80GB': {name} is "):
             replace(chip, **{name: value})
@@ -195,26 +195,26 @@ def test_zero_is_a_latency_but_not_a_bandwidth():
     assert Link("link", 0, 1).latency == 0
     for name in ("memory_bandwidth", "memory"):
         with pytest.raises(ClusterError, match=f"{name} is 0; it must be a number, more than 0"):
-            replace(c.H100, **{name: 0})
+            replace(sheets.H100, **{name: 0})
     with pytest.raises(ClusterError, match="bandwidth is 0"):
         Link("link", 1, 0)
     for flops in ({}, None, 1e12):
         with pytest.raises(ClusterError, match="give one dtype at least"):
-            replace(c.H100, flops=flops)  # type: ignore[arg-type]
+            replace(sheets.H100, flops=flops)  # type: ignore[arg-type]
 
 
 def test_impossible_clusters_are_refused():
     with pytest.raises(ClusterError, match="node_size is 8 and outer_link is None; give both"):
-        Cluster("mine", c.H100, c.NVLINK_4, node_size=8)
+        Cluster("mine", sheets.H100, sheets.NVLINK_4, node_size=8)
     with pytest.raises(ClusterError, match="node_size is None and outer_link is Link"):
-        Cluster("mine", c.H100, c.NVLINK_4, outer_link=c.INFINIBAND_NDR)
+        Cluster("mine", sheets.H100, sheets.NVLINK_4, outer_link=sheets.INFINIBAND_NDR)
     for node_size in (0, -8, 2.5, True):
         with pytest.raises(ClusterError, match="it must be a whole number, 1 or more"):
             replace(c.H100_NODE, node_size=node_size)
     with pytest.raises(ClusterError, match=r"chip is 'h100'; give a tplab\.cost\.Chip"):
-        Cluster("mine", "h100", c.NVLINK_4)  # type: ignore
+        Cluster("mine", "h100", sheets.NVLINK_4)  # type: ignore
     with pytest.raises(ClusterError, match=r"inner_link is 450000000000\.0; give a"):
-        Cluster("mine", c.H100, 450e9)  # type: ignore[arg-type]
+        Cluster("mine", sheets.H100, 450e9)  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="outer_link is 'slow'"):
         replace(c.H100_NODE, outer_link="slow")
     with pytest.raises(ClusterError, match="wiring is 'star'; it must be 'switch' or 'torus'"):

@@ -165,7 +165,9 @@ NONSENSE = {
     "not forecast: tp is -2; it is a whole number, 1 or more": {"tp": "-2"},
     "not forecast: dp x tp x pp x cp = 8, and the row says 16 GPUs": {"dp": "8"},
     "not forecast: tp=16 does not divide 8 key and value heads": {"tp": "16"},
-    "not forecast: no model is named 'lama3-8b'; did you mean llama3-8b": {"model": "lama3-8b"},
+    "not forecast: no model is named 'lama3-8b', nor is that the path of a config.json; did you mean llama3-8b": {
+        "model": "lama3-8b"
+    },
     "not forecast: no model is named 'mine', and the row does not say its layers": {"model": "mine", "hidden": "64"},
     "not forecast: sequence is 0; it must be 1 or more": {"sequence": "0"},
     "not forecast: the row does not say its batch": {"batch": ""},

@@ -10,9 +10,9 @@ import pytest
 from tplab.cost import find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
-from tplab.forecast.memory import memory, peak_bytes, room, usable_bytes
+from tplab.forecast.memory import memory, peak_bytes, usable_bytes
 from tplab.forecast.plan import divisors
-from tplab.forecast.ranking import Ranking
+from tplab.forecast.ranking import Plans
 from tplab.forecast.search import _fields, _layouts, blocks
 from tplab.forecast.stacks import find_stack
 from tplab.forecast.step import step
@@ -62,7 +62,9 @@ def test_every_possible_plan_is_considered_and_no_other():
     expected = by_hand(SMALL, 12, 12, 512)
     found = plans(SMALL, "h100-measured", gpus=12, batch=12, sequence=512)
     assert found.considered == len(found) == len(expected) > 300  # all of them fit
-    assert {*found._ranking} == expected and {one.plan for one in found[:200]} <= expected
+    assert {found.plan(place) for place in range(len(found))} == expected and {
+        one.plan for one in found[:200]
+    } <= expected
 
 
 def test_the_best_comes_first_and_is_forecast_as_by_itself():
@@ -89,7 +91,8 @@ def test_the_best_comes_first_and_is_forecast_as_by_itself():
 def test_all_plans_together_are_timed_as_each_by_itself(model: str, gpus: int, batch: int, sequence: int, stack: str):
     of, cluster, library = Model.find(model), find("h100-measured"), find_stack(stack)
     layouts = list(_layouts(of, replace(Plan(), **_fields(library, cluster)), gpus, batch, sequence, Counter()))
-    ranking = Ranking(blocks(of, layouts, cluster, batch, sequence, library), room(cluster.chip, library))
+    together = blocks(of, layouts, cluster, batch, sequence, library)
+    ranking = Plans(together, Counter(), (of, cluster, batch, sequence, library))
     possible, off = np.flatnonzero(np.isfinite(ranking.seconds)), []
     for index in np.random.default_rng(0).choice(possible, 60, replace=False).tolist():
         plan = ranking.at(index)
@@ -124,9 +127,8 @@ def test_a_hundred_thousand_plans_take_seconds():
 
 def test_notable_plans_are_the_fastest_those_of_each_layout_and_the_front():
     found = plans(SMALL, "h100-measured", gpus=12, batch=24, sequence=384, exact=0)
-    ranking = found._ranking
-    everything = [ranking.at(index) for index in range(len(ranking.seconds))]
-    seconds, held = ranking.seconds, ranking.held
+    everything = [found.at(index) for index in range(len(found.seconds))]
+    seconds, held = found.seconds, found.held
     estimates = {one.plan: one for one in found.notable(10_000)}
     shown = [*estimates]
     assert len(shown) == len(found.notable(10_000))
@@ -151,9 +153,10 @@ def test_notable_plans_are_the_fastest_those_of_each_layout_and_the_front():
 def test_a_rank_has_at_most_four_stages_unless_more_are_asked_for():
     few = plans("llama3-8b", "h100-measured", gpus=8, batch=64, sequence=4096, schedules=["1f1b"])
     many = plans("llama3-8b", "h100-measured", gpus=8, batch=64, sequence=4096, schedules=["1f1b"], virtual=16)
-    assert max(one.virtual for one in few._ranking) == 4
-    assert max(one.virtual for one in many._ranking) == 16
-    assert {*few._ranking} < {*many._ranking}
+    few, many = ({found.plan(place) for place in range(len(found))} for found in (few, many))
+    assert max(one.virtual for one in few) == 4
+    assert max(one.virtual for one in many) == 16
+    assert few < many
 
 
 def test_stages_are_cut_as_the_stack_does_it_unless_the_plan_says_how():
@@ -164,10 +167,8 @@ def test_stages_are_cut_as_the_stack_does_it_unless_the_plan_says_how():
     assert step(model, plan, cluster, *given) != step(model, other, cluster, *given)
     assert memory(model, plan, *given) == memory(model, as_said, *given) != memory(model, other, *given)
     found = plans(model, cluster, gpus=8, batch=64, sequence=4096, stack="nanotron", schedules=["1f1b"], virtual=1)
-    place = [*found._ranking].index(replace(plan, sequence_parallel=False))
-    assert found._ranking.seconds[found._ranking.order[place]] == pytest.approx(
-        step(model, plan, cluster, *given).seconds
-    )
+    place = [found.plan(place) for place in range(len(found))].index(replace(plan, sequence_parallel=False))
+    assert found.seconds[found.order[place]] == pytest.approx(step(model, plan, cluster, *given).seconds)
 
 
 def test_without_a_cluster_and_a_sequence_they_are_those_of_the_command():

@@ -59,21 +59,21 @@ def test_a_line_in_which_groups_of_one_kind_wait_is_listed_once():
 
 def test_half_a_call_per_rank_is_said_as_what_it_is():
     recorder = Recorder(Mesh(tp=2), "one", "torch")
-    recorder.add_message(0, 1, "send", (0, 1), "tp", (0, 1), 8, (2,), "float32", 0, -1, (), None, "a.py:1")
+    recorder.add(0, "message", "send", 0, 1, peer=1, axis="tp", group=(0, 1), bytes=8, step=0, where="a.py:1")
     assert table(recorder.trace(unit="steps")) == ["tp send 0 to 1 8 B"]
 
 
 def test_ranks_that_send_no_message_count_too():
     recorder = Recorder(Mesh(tp=4), "both", "torch")
-    for pair in ((0, 1), (1, 0)):
-        recorder.add_message(*pair, "send", (0, 1), "tp", pair, 8, (2,), "float32", 0, -1, (), None, "a.py:1")
+    for source, target in ((0, 1), (1, 0)):
+        recorder.add(source, "message", "send", 0, 1, peer=target, axis="tp", group=(source, target), bytes=8)
     assert table(recorder.trace(unit="steps")) == ["tp send 0 to 1 16 B"]
 
 
 def test_messages_that_were_never_received_are_named():
     recorder = Recorder(Mesh(tp=2), "lost", "torch")
     numbers = [
-        recorder.add_message(0, 1, "send", (0, 1), "tp", (0, 1), 8, (2,), "float32", 0, -1, (), None, f"a.py:{line}")
+        recorder.add(0, "message", "send", 0, 1, peer=1, axis="tp", group=(0, 1), bytes=8, where=f"a.py:{line}")
         for line in range(6)
     ]
     assert "never received" not in summary(recorder.trace(unit="steps"))

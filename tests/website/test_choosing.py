@@ -22,4 +22,4 @@ def test_every_row_names_its_network_and_the_class_of_its_interval():
 def test_a_plan_without_a_class_says_so():
     plan = Plan(dp=2, tp=16, pp=2, sequence_parallel=True)  # nobody has measured Megatron's tp over nodes
     found = forecast("megatron-175b", plan, choosing.NODES, batch=64, sequence=2048)
-    assert choosing._class(found.step) == found.step.between == OUTSIDE
+    assert choosing._class(found) == found.between == OUTSIDE

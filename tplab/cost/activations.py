@@ -6,10 +6,10 @@ give what Korthikanti et al. 2022 (arXiv:2205.05198, section 4) count for one tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tplab.cost.algorithms import whole
 from tplab.sharding import share
 
 
@@ -121,9 +121,4 @@ def activation_bytes(
     sequence: int, batch: int, width: int, num_heads: int, num_ranks: int = 1, **options: Any
 ) -> float:
     """The sum of `activation_tensors`: in 16 bit, s b h (10 + 24/t + 5 a s / (h t)), or s b h (34 + 5 a s / h) / t."""
-    return _sum(activation_tensors(sequence, batch, width, num_heads, num_ranks, **options).values())
-
-
-def _sum(values: Iterable[float]) -> float:
-    total = sum(values)
-    return int(total) if total == int(total) else total
+    return whole(sum(activation_tensors(sequence, batch, width, num_heads, num_ranks, **options).values()))

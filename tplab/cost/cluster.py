@@ -107,17 +107,13 @@ class Cluster:
             return
         if not isinstance(self.outer_link, Link):
             raise ClusterError(f"{what}: outer_link is {self.outer_link!r}; give a tplab.cost.Link")
-        if isinstance(self.node_size, bool) or not isinstance(self.node_size, int) or self.node_size < 1:
-            raise ClusterError(f"{what}: node_size is {self.node_size!r}; it must be a whole number, 1 or more")
-        cards = self.cards
-        if cards is None:
-            return
-        if isinstance(cards, bool) or not isinstance(cards, int) or cards < 1:
-            raise ClusterError(f"{what}: cards is {cards!r}; it must be a whole number, 1 or more")
-        if cards % self.node_size and self.node_size % cards:
+        for name, number in (("node_size", self.node_size), ("cards", self.num_cards)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ClusterError(f"{what}: {name} is {number!r}; it must be a whole number, 1 or more")
+        if self.num_cards % self.node_size and self.node_size % self.num_cards:
             raise ClusterError(
-                f"{what}: the {self.node_size} ranks of a node cannot share {cards} cards equally; one number must "
-                "divide the other"
+                f"{what}: the {self.node_size} ranks of a node cannot share {self.num_cards} cards equally; one number "
+                "must divide the other"
             )
 
     @property
@@ -322,14 +318,10 @@ class Cluster:
         """
         kernels = self.chip.kernels
         if matmul is not None and kernels is not None:
-            m, n, k, batch = matmul
-            return self.chip.matmul_seconds(m, n, k, dtype, batch)
+            return self.chip.matmul_seconds(*matmul[:3], dtype, matmul[3])
         if attention is not None and kernels is not None and kernels.attention:
-            batch, heads, q_len, k_len, width, causal, backward = attention
             oldest = kernels.attention[0].name
-            computing = self.chip.attention_seconds(
-                batch, heads, q_len, k_len, width, dtype, causal, backward, kernel=oldest
-            )
+            computing = self.chip.attention_seconds(*attention[:5], dtype, *attention[5:], kernel=oldest)
             return max(computing, self.chip.seconds(0, bytes))
         return self.chip.seconds(flops, bytes, dtype)
 

@@ -18,10 +18,11 @@ Sources. NCCL builds its rings and trees this way (src/graph/connect.cc); the fo
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import ceil, isfinite, log2
+from math import ceil, log2
 from typing import TYPE_CHECKING, NamedTuple
 
 from tplab.cost.algorithms import Cost
+from tplab.cost.figures import check
 from tplab.cost.link import Link
 from tplab.errors import ClusterError
 
@@ -73,9 +74,7 @@ class Fabric:
 
     def __post_init__(self):
         for name in [field.name for field in fields(self) if field.name not in ("name", "error", "source")]:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (isfinite(value) and value >= 0):
-                raise ClusterError(f"fabric {self.name!r}: {name} is {value!r}; it must be a number, 0 or more")
+            check(f"fabric {self.name!r}", name, getattr(self, name), zero=True)
         for name in ("reached", "by_peers"):
             if getattr(self, name) <= 0:
                 raise ClusterError(

@@ -9,13 +9,14 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import cache
 from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tplab.cost.clock import Clock, Request
-from tplab.cost.links import Links, Route
+from tplab.cost.links import Links
 
 COMPUTE, WAIT, SEND, ISSUE, ROUND, MARK, AFTER = range(7)
 """The entries of a lane, each with two numbers (a, b):
@@ -47,9 +48,6 @@ class Log:
         self._entries: list[float] = []  # flat: lane, what it does, a, b
         self._blocks: list[np.ndarray] = []
         self._num_packed = 0
-
-    def __len__(self) -> int:
-        return self._num_packed + (len(self._entries) >> 2)
 
     def lane(self, rank: int) -> int:
         """A new lane of this rank."""
@@ -114,13 +112,13 @@ class Lanes:
     """
 
     def __init__(self, log: Log, links: Links, *, computes: bool = True, rounds: bool = False):
-        self._log, self._links, self._computes, self._rounds = log, links, computes, rounds
+        self._log, self._computes, self._rounds = log, computes, rounds
+        self._message, self._collective = cache(links.message), cache(links.collective)
         self._share = links.share if computes else 0.0
         self._clock = Clock(self._go_on, self._booked, self._share)
         self._lanes: list[_Lane] = []
         self._lanes_of: dict[int, list[_Lane]] = defaultdict(list)
         self._start, self._end, self._after = array("d"), array("d"), array("q")
-        self._routes: dict[Any, Route] = {}
         self._meetings: dict[int, _Meeting] = {}
         self._waiting: dict[int, list[_Lane]] = {}  # entry -> lanes that wait for it
         self._computing: dict[int, deque[_Lane]] = {}  # rank -> the queue of its lanes to compute
@@ -252,9 +250,7 @@ class Lanes:
 
     def _send(self, lane: _Lane, time: float, entry: int, form: int) -> None:
         source, target, num_bytes, said = self._log.messages[form]
-        route = self._routes.get(form)
-        if route is None:
-            route = self._routes[form] = self._links.message(source, target, num_bytes)
+        route = self._message(source, target, num_bytes)
         self._clock.ask(Request(route, time, said, {lane.rank: (lane.place, entry)}, (entry,), lane.after))
 
     def _issue(self, lane: _Lane, time: float, entry: int, number: int, form: int) -> None:
@@ -270,10 +266,7 @@ class Lanes:
         if len(meeting.places) < len(group):
             return
         del self._meetings[number]
-        key = op, meeting.num_bytes, group
-        route = self._routes.get(key)
-        if route is None:
-            route = self._routes[key] = self._links.collective(*key)
+        route = self._collective(op, meeting.num_bytes, group)
         entries = tuple(entry for _, entry in meeting.places.values())
         self._clock.ask(Request(route, meeting.ready, meeting.said, meeting.places, entries, meeting.after))
 

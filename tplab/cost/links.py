@@ -63,8 +63,8 @@ class Links:
                 owned += [(self._card(rank), rank) for rank in group]
         else:
             owned = [(self._link(a, b), a) for a, b in zip(group, group[1:] + group[:1], strict=True)]
-        slows = group if self.share else ()
-        return _route(tuple(owned), self._seconds(op, num_bytes, group), slows=slows)
+        held = 1.0 if self._cluster is None else cost.collective(op, num_bytes, group, self._cluster).seconds
+        return _route(tuple(owned), held, slows=group if self.share else ())
 
     def _link(self, source: int, target: int) -> int:
         """The port or card that a message from one rank to another occupies."""
@@ -82,11 +82,6 @@ class Links:
 
     def _number(self, *way: str | int) -> int:
         return self._numbers.setdefault(way, len(self._numbers))
-
-    def _seconds(self, op: str, num_bytes: int, group: tuple[int, ...]) -> float:
-        if self._cluster is None:
-            return 1.0
-        return cost.collective(op, num_bytes, group, self._cluster).seconds
 
 
 def _route(owned: tuple[tuple[int, int], ...], held: float, latency: float = 0.0, slows: tuple[int, ...] = ()) -> Route:

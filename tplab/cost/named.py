@@ -7,30 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from tplab.cost import data_sheets as sheets
 from tplab.cost.cluster import Cluster
-from tplab.cost.data_sheets import (
-    A100,
-    B200,
-    B300,
-    EFA_P5,
-    ETHERNET_1G,
-    ETHERNET_100G,
-    GB200,
-    GB300,
-    H100,
-    H200,
-    ICI_V5E,
-    INFINIBAND_HDR,
-    INFINIBAND_NDR,
-    INFINIBAND_XDR,
-    LAPTOP,
-    LAPTOP_CORE,
-    LOOPBACK,
-    NVLINK_3,
-    NVLINK_4,
-    NVLINK_5,
-    TPU_V5E,
-)
 from tplab.cost.link import Link
 from tplab.cost.measured import fabrics, fitted, kernels
 from tplab.cost.own.file import load
@@ -38,25 +16,25 @@ from tplab.errors import ClusterError
 
 CARDS: Mapping[str, Link] = MappingProxyType(
     {
-        "playbook": INFINIBAND_NDR,
-        "infiniband-ndr": INFINIBAND_NDR,
-        "infiniband-hdr": INFINIBAND_HDR,
-        "efa-p5": EFA_P5,
-        "ethernet-100g": ETHERNET_100G,
+        "playbook": sheets.INFINIBAND_NDR,
+        "infiniband-ndr": sheets.INFINIBAND_NDR,
+        "infiniband-hdr": sheets.INFINIBAND_HDR,
+        "efa-p5": sheets.EFA_P5,
+        "ethernet-100g": sheets.ETHERNET_100G,
     }
 )
 """The fabrics that `find` knows by name, and the link that each gives every GPU of a node by its data sheet."""
 
-H100_NODE = Cluster("h100", H100, NVLINK_4, node_size=8, outer_link=INFINIBAND_NDR)
-A100_NODE = Cluster("a100", A100, NVLINK_3, node_size=8, outer_link=INFINIBAND_HDR)
-TPU_V5E_RING = Cluster("tpu_v5e", TPU_V5E, ICI_V5E, wiring="torus")
-THIS_LAPTOP = Cluster("laptop", LAPTOP_CORE, LOOPBACK)
-SLOW_ETHERNET = Cluster("ethernet", LAPTOP, ETHERNET_1G)
-B200_NODE = Cluster("b200", B200, NVLINK_5, node_size=8, outer_link=INFINIBAND_NDR)
-H200_NODE = replace(H100_NODE, name="h200", chip=H200)
-B300_NODE = Cluster("b300", B300, NVLINK_5, node_size=8, outer_link=INFINIBAND_XDR)
-GB200_NVL72 = Cluster("gb200", GB200, NVLINK_5, node_size=72, outer_link=INFINIBAND_NDR)
-GB300_NVL72 = Cluster("gb300", GB300, NVLINK_5, node_size=72, outer_link=INFINIBAND_XDR)
+H100_NODE = Cluster("h100", sheets.H100, sheets.NVLINK_4, node_size=8, outer_link=sheets.INFINIBAND_NDR)
+A100_NODE = Cluster("a100", sheets.A100, sheets.NVLINK_3, node_size=8, outer_link=sheets.INFINIBAND_HDR)
+TPU_V5E_RING = Cluster("tpu_v5e", sheets.TPU_V5E, sheets.ICI_V5E, wiring="torus")
+THIS_LAPTOP = Cluster("laptop", sheets.LAPTOP_CORE, sheets.LOOPBACK)
+SLOW_ETHERNET = Cluster("ethernet", sheets.LAPTOP, sheets.ETHERNET_1G)
+B200_NODE = Cluster("b200", sheets.B200, sheets.NVLINK_5, node_size=8, outer_link=sheets.INFINIBAND_NDR)
+H200_NODE = replace(H100_NODE, name="h200", chip=sheets.H200)
+B300_NODE = Cluster("b300", sheets.B300, sheets.NVLINK_5, node_size=8, outer_link=sheets.INFINIBAND_XDR)
+GB200_NVL72 = Cluster("gb200", sheets.GB200, sheets.NVLINK_5, node_size=72, outer_link=sheets.INFINIBAND_NDR)
+GB300_NVL72 = Cluster("gb300", sheets.GB300, sheets.NVLINK_5, node_size=72, outer_link=sheets.INFINIBAND_XDR)
 
 
 def _measured(node: Cluster, fabric: str, gpu: str | None = None) -> Cluster:

@@ -15,8 +15,8 @@ from tplab.errors import TplabError
 from tplab.exercises.verdict import Verdict, cause, check, listed, on, refuse, right
 from tplab.exercises.will_it_fit import LIMIT
 from tplab.forecast import Forecast, Model, Plan, forecast, plans
+from tplab.forecast.forecast import LOST
 from tplab.forecast.measured import Run, playbook
-from tplab.forecast.why import LOST
 
 # --- a guess -------------------------------------------------------------------------------------------------------
 

@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tplab.cost import NAMED
-from tplab.errors import TplabError, near
+from tplab.errors import TplabError
 from tplab.forecast.clusters import COLUMNS, USUAL, add_flags, check_dtype, flagged
 from tplab.forecast.forecast import Forecast
 from tplab.forecast.memory import room
-from tplab.forecast.model import MODELS, Model
 from tplab.forecast.page import to_page
-from tplab.forecast.plan import ATTENTION, STATE_DTYPES
-from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
+from tplab.forecast.plan import CHOICES
+from tplab.forecast.ranking import OF_PLANS
 from tplab.forecast.rows import ANSWERS, forecast_file, forecast_rows, model_of, unread
 from tplab.forecast.search import SEQUENCE, VIRTUAL, Plans, plans
 from tplab.forecast.stacks import STACKS
-from tplab.models.checks import DISPATCHES
 from tplab.parser import Parser, ended
 from tplab.units import counted
 
@@ -49,11 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="sequences in a step")
     parser.add_argument("--sequence", type=int, metavar="N", help=f"tokens in a sequence (default: {SEQUENCE})")
     parser.add_argument("--stack", choices=STACKS, help="what trains it (default: megatron)")
-    parser.add_argument("--attention", choices=ATTENTION, help="its kernel (default: the stack's)")
+    parser.add_argument("--attention", choices=CHOICES["attention"], help="its kernel (default: the stack's)")
     parser.add_argument("--compiled", choices=("true", "false"), help="torch.compile, of fsdp (default: the stack's)")
-    parser.add_argument("--state-dtype", choices=STATE_DTYPES, help="of the optimizer (default: the stack's)")
+    parser.add_argument("--state-dtype", choices=CHOICES["state_dtype"], help="of the optimizer (default: the stack's)")
     parser.add_argument("--etp", type=int, nargs="+", metavar="N", help="divide each expert over N ranks, too")
-    parser.add_argument("--dispatch", choices=DISPATCHES, help="how tokens travel to experts (default: the stack's)")
+    parser.add_argument(
+        "--dispatch", choices=CHOICES["dispatch"], help="how tokens travel to experts (default: the stack's)"
+    )
     parser.add_argument("--skew", type=float, metavar="X", help="how unequally experts are chosen (default: 0)")
     parser.add_argument("--virtual", type=int, default=VIRTUAL, metavar="N", help=f"most stages per rank ({VIRTUAL})")
     parser.add_argument("--outside", action="store_true", help="also search plans of classes that were not measured")
@@ -75,15 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.model is None or given.gpus is None or given.batch is None:
         parser.error("give a model, --gpus and --batch, as in: llama3-70b --gpus 256 --batch 1024; or --rows")
     stack, sequence = given.stack or "megatron", SEQUENCE if given.sequence is None else given.sequence
-    for name in ("gpus", "batch", "sequence", "virtual", "top"):
-        if (number := getattr(given, name)) is not None and number < 1:
-            parser.error(f"{name} is {number}; it must be 1 or more")
+    if given.top < 1:
+        parser.error(f"top is {given.top}; it must be 1 or more")
     if given.compiled and stack != "fsdp":
         parser.error(f"--compiled is a choice of --stack fsdp; it changes nothing for {stack}")
     if given.html and not Path(given.html).parent.is_dir():
         parser.error(f"--html {given.html}: there is no folder {Path(given.html).parent}")
     try:
-        model, cluster = _model(given.model), flagged(given, USUAL)
+        model, cluster = model_of({"model": given.model}), flagged(given, USUAL)
         check_dtype(cluster, "bfloat16")
         if given.etp and not model.experts:
             parser.error(f"--etp divides experts, and {model.name} has none")
@@ -120,16 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError as error:
             parser.refuse(f"--html {given.html}: {error.strerror}")
         print(f"\n{given.html}")
-
-
-def _model(name: str) -> Model:
-    if name.endswith(".json"):
-        return Model.of_config(name)
-    try:
-        return model_of({"model": name})
-    except ValueError:
-        also = f"nor is that the path of a config.json{near(name, MODELS)}"
-        raise ValueError(f"no model is named {name!r}, {also}") from None
 
 
 def _rows(parser: Parser, table: str, out: str) -> None:
@@ -171,9 +160,8 @@ def _table(found: Sequence[Forecast]) -> str:
 
 def _lost(found: Plans) -> str:
     """Why the other plans lost, and why layouts of ranks, which have no plans then, were refused."""
-    reasons = sorted(found.lost.items(), key=lambda reason: -reason[1])
-    of_plans = [reason for reason in reasons if reason[0].startswith((TOO_LARGE, PERHAPS, SLOWER))]
-    refused = [reason for reason in reasons if reason not in of_plans]
+    of_plans = [reason for reason in found.lost.items() if reason[0].startswith(OF_PLANS)]
+    refused = [reason for reason in found.lost.items() if reason not in of_plans]
     lines = [f"of {found.considered:,} plans, {len(found):,} fit. The others are larger or slower:"]
     lines += [f"{count:>9,}  {reason}" for reason, count in of_plans]
     if refused:

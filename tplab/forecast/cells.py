@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 EMPTY = ("nan", "n/a", "<na>", "null", "none", "-")
@@ -47,3 +48,10 @@ def switch(name: str, text: str) -> bool:
         if text.lower() in words:
             return value
     raise ValueError(f"{name} is {text!r}; it must be true or false")
+
+
+def fields_of(kind: Any, given: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a dataclass of numbers, switches and names, such as a Model or a Plan, that a row gives."""
+    read: dict[str, Callable[..., Any]] = {"int": whole, "float": number, "bool": switch, "str": lambda _, text: text}
+    types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
+    return {name: read[type](name, given[name]) for name, type in types.items() if name in given}

@@ -124,14 +124,14 @@ def sizes_of(config: Any, name: str = "") -> dict[str, Any]:
     found = {of: fields.need(*names) for of, names in SIZES.items()}
     if kind not in FOUR_TIMES:
         fields.need(*MORE["ffn"])
-    if kind.startswith(SHARE_KEYS) and not fields.has("num_key_value_heads"):
+    if kind.startswith(SHARE_KEYS) and "num_key_value_heads" not in fields.given:
         fields.need("num_key_value_heads")
     found |= KINDS[kind]
     found |= {of: value for of, names in MORE.items() if (value := fields.first(*names)) is not None}
     _biases(fields, found)
     found["dropout"] = any(fields.first(one) for one in DROPOUT)
     own = {"falcon": _falcon, "mpt": _mpt, "opt": _opt, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek}
-    found |= own.get(kind, _nothing)(fields, found)
+    found |= own[kind](fields, found) if kind in own else {}
     if kind == "stablelm" and fields.first("use_parallel_residual"):
         found["norms"] = 1
     if kind in ("gpt2", "gpt_bigcode"):
@@ -156,22 +156,18 @@ class _Fields:
     """A configuration's fields, and which of them were read."""
 
     def __init__(self, has: Mapping[str, Any], kind: str = "", prefix: str = ""):
-        self._has, self._prefix, self._read = has, prefix, set[str]()
+        self.given, self._prefix, self._read = has, prefix, set[str]()
         self.kind = kind or str(has.get("model_type") or "")
 
     def first(self, *names: str) -> Any:
         """The value of a field by any of its names; None if there is none."""
-        found = {name: self._has[name] for name in names if self._has.get(name) is not None}
+        found = {name: self.given[name] for name in names if self.given.get(name) is not None}
         self._read |= set(names)
         values = list(found.values())
         if any(value != values[0] for value in values):
             both = " and ".join(f"{self._prefix}{name}={value!r}" for name, value in found.items())
             raise ValueError(f"the configuration of a {self.kind!r} has both {both}; leave one out")
         return values[0] if values else None
-
-    def has(self, name: str) -> bool:
-        """Whether there is such a field, even if it is null."""
-        return name in self._has
 
     def need(self, *names: str) -> Any:
         found = self.first(*names)
@@ -181,7 +177,7 @@ class _Fields:
         return found
 
     def refuse(self, name: str, why: str) -> NoReturn:
-        value = repr(self._has.get(name))
+        value = repr(self.given.get(name))
         value = value if len(value) < 60 else f"{value[:56]} ..."
         raise ValueError(f"{self._prefix}{name}={value} of a {self.kind!r} {why}; {_WAY_OUT}")
 
@@ -189,7 +185,7 @@ class _Fields:
         self._read |= {*(name for names in (*SIZES.values(), *MORE.values()) for name in names), *BIASES}
         left = self._unread()
         also = f", and with it {', '.join(left[:8])}{', ...' * (len(left) > 8)}" if left else ""
-        inner = "; give its text_config, if that is of one of them" if "text_config" in self._has else ""
+        inner = "; give its text_config, if that is of one of them" if "text_config" in self.given else ""
         raise ValueError(
             f"model_type {self.kind!r} is not read{also}. Those that are: {', '.join(KINDS)}{inner}. If a Model has "
             f"all that matters, {_WAY_OUT}"
@@ -197,19 +193,17 @@ class _Fields:
 
     def _unread(self) -> list[str]:
         """The fields that have a value and were not read."""
-        return [name for name in self._has if self._has[name] and not (name in self._read or HARMLESS.fullmatch(name))]
+        return [
+            name for name in self.given if self.given[name] and not (name in self._read or HARMLESS.fullmatch(name))
+        ]
 
     def check(self) -> None:
         """Raise ValueError for the first field that has a value and was not read."""
         for name, values in ONLY.items():
-            if self._has.get(name) is not None and self.first(name) not in values:
+            if self.given.get(name) is not None and self.first(name) not in values:
                 self.refuse(name, f"is not read, but only {' or '.join(map(repr, values))}")
         for name in self._unread():
             self.refuse(name, "is not read, and may change the model")
-
-
-def _nothing(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
 
 
 def _biases(fields: _Fields, found: dict[str, Any]) -> None:

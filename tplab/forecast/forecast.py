@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
 from tplab.cost import Cluster, find
-from tplab.forecast.classes import Measured
-from tplab.forecast.memory import Held, memory, room
+from tplab.forecast.memory import Held, memory, peak_bytes, room
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack, find_stack
 from tplab.forecast.step import OUTSIDE, Step, pipeline, step
-from tplab.forecast.why import it_does_not_fit, it_takes_so_long
 from tplab.schedules import Simulation
+
+GIB = 2**30
+NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's states",
+    "gathered": "gathered layers",
+    "activations": "activations",
+    "logits": "logits",
+    "buffers": "buffers",
+}
+LOST = {
+    "recompute": ("recomputation", "recomputing less, where memory allows it"),
+    "tp": ("messages of tensor parallelism", "fewer tensor-parallel ranks"),
+    "cp": ("messages of context parallelism", "fewer context-parallel ranks"),
+    "ep": ("tokens on their way to experts", "experts shared by fewer ranks, of one node"),
+    "pp": ("messages between stages", "fewer stages"),
+    "bubble": ("the pipeline's bubble", "more microbatches, or more stages per rank"),
+    "dp": ("gradients and parameters that are not hidden", "more tokens per rank, or fewer data-parallel ranks"),
+    "optimizer": ("the optimizer", "dividing its states over more ranks"),
+    "host": ("waiting for the host", "larger microbatches, or fewer tensor-parallel ranks"),
+}
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """The time and memory of a step of `batch` sequences.
+class Forecast(Step):
+    """The time and memory of a step of `batch` sequences: its seconds and their parts are those of a `Step`.
 
-    step     seconds and their parts       held   what the ranks at each place of a pipeline hold at their peak
+    held     what the ranks at each place of a pipeline hold at their peak
     """
 
     model: Model
@@ -30,34 +52,9 @@ class Forecast:
     batch: int
     sequence: int
     stack: Stack
-    step: Step = field(repr=False)
     held: tuple[Held, ...] = field(repr=False)
 
     # --- time --------------------------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
-
-    @property
-    def low(self) -> float | None:
-        """Scaled to this forecast, nine of ten measured steps of its class took between `low` and `high` seconds; None
-        if the plan is outside what was measured."""
-        return self.step.low
-
-    @property
-    def high(self) -> float | None:
-        return self.step.high
-
-    @property
-    def measured(self) -> Measured | None:
-        """Measured steps like this one, and the errors of their forecasts; None if there are none."""
-        return self.step.measured
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Seconds by reason; they add up to `seconds`."""
-        return self.step.parts
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,10 +78,10 @@ class Forecast:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def memory(self) -> Sequence[Held]:
         """The memory of each rank of the plan's mesh: `memory[rank]`."""
-        return _ByRank(self.plan, self.held)
+        return tuple(self.held[self.plan.pipeline_rank(rank)] for rank in range(self.plan.ranks))
 
     @cached_property
     def worst_rank(self) -> int:
@@ -95,7 +92,7 @@ class Forecast:
     @property
     def peak(self) -> Held:
         """The memory of the fullest rank."""
-        return self.memory[self.worst_rank]
+        return max(self.held, key=lambda held: held.total)
 
     @property
     def usable(self) -> float:
@@ -118,17 +115,65 @@ class Forecast:
     def why(self) -> str:
         """The main obstacle in one sentence: memory, and what would fit; or the part of a step that is lost."""
         if not self.surely_fits:
-            given = (self.model, self.plan, self.cluster.chip, self.batch, self.sequence, self.stack)
-            return it_does_not_fit(*given, self.held)
-        text = it_takes_so_long(self.plan, self.parts, self.peak, self.usable)
+            return self._does_not_fit()
+        text = self._takes_so_long()
         if self.measured is None and self.cluster.fitted is not None:
             text += f"; {OUTSIDE}, so there is no interval"
         return text
 
+    def _takes_so_long(self) -> str:
+        """Where the time goes: "computing takes 71 % of the step, and most is lost to the pipeline's bubble, 12 %"."""
+        whole, lost = self.seconds, max(LOST, key=lambda name: self.parts.get(name, 0.0))
+        held = f"{self.peak.total / GIB:.1f} of {self.usable / GIB:.1f} GiB are in use"
+        text = f"computing takes {self.parts.get('computing', 0.0) / whole:.0%} of the step"
+        if self.parts.get(lost, 0.0) / whole < 0.01:
+            return f"{text}, and {held}"
+        name, way_out = LOST[lost]
+        return f"{text}; most is lost to {name}, {self.parts[lost] / whole:.0%}: less with {way_out}; {held}"
+
+    def _does_not_fit(self) -> str:
+        """Which rank holds what, and what would fit: "stage 0 holds 4 microbatches of 9 GiB; pp 8 or ... would fit"."""
+        worst = self.peak
+        kind = max(NAMES, key=lambda name: getattr(worst, name))
+        if kind == "activations" and worst.in_flight >= 1:
+            one = worst.activations / worst.in_flight / GIB
+            what = f"holds {worst.in_flight:.3g} microbatch{'es' * (worst.in_flight > 1)} of {one:.1f} GiB"
+        else:
+            what = f"holds {getattr(worst, kind) / GIB:.1f} GiB of {NAMES[kind]}"
+        found = " or ".join(islice(self._ways_out(), 2))
+        way_out = f"{found} would fit" if found else "no single change of the plan would fit: take more GPUs"
+        if self.fits:
+            way_out += f"; it may fit as it is, because forecasts for {self.stack.name} have been too high by as much"
+        where = f"stage {self.plan.pipeline_rank(self.worst_rank)}" if self.plan.pp > 1 else "each rank"
+        return f"{where} {what}, {worst.total / GIB:.1f} of {self.usable / GIB:.1f} GiB together; {way_out}"
+
+    def _ways_out(self) -> Iterator[str]:
+        """Plans on as many ranks that differ in one respect and surely fit, in order of the time they cost."""
+        plan, given = self.plan, (self.batch, self.sequence)
+        smaller, fewer = plan.microbatch // 2, plan.dp // 2
+        changes: tuple[tuple[object, str, dict[str, Any]], ...] = (
+            (plan.zero == 0 and plan.copies > 1, "ZeRO 1", {"zero": 1}),
+            (plan.tp > 1, "sequence parallelism", {"sequence_parallel": True}),
+            (smaller and plan.microbatch % 2 == 0, f"microbatch {smaller}", {"microbatch": smaller}),
+            (plan.recompute == "none" and not plan.flash, "selective recomputation", {"recompute": "selective"}),
+            *(
+                (fewer and plan.dp % 2 == 0, f"{axis} {2 * size} with dp {fewer}", {axis: 2 * size, "dp": fewer})
+                for axis, size in (("pp", plan.pp), ("tp", plan.tp), ("cp", plan.cp))
+            ),
+            (True, "full recomputation", {"recompute": "full"}),
+            (plan.zero < 3 and plan.copies > 1, "ZeRO 3", {"zero": 3}),
+        )
+        for is_possible, name, change in changes:
+            other = replace(plan, **change) if is_possible else plan
+            if other == plan or other.refusal(self.model, *given) is not None:
+                continue
+            if peak_bytes(self.model, other, *given, self.stack) <= self.usable:
+                yield name
+
     def __str__(self) -> str:
-        gib, rate = 2**30, f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
-        took = f"{self.seconds:.3g} s ({self.step.between}), {rate}, MFU {self.mfu:.1%}"
-        held = f"{self.peak.total / gib:.1f} of {self.usable / gib:.1f} GiB on rank {self.worst_rank}"
+        rate = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+        took = f"{self.seconds:.3g} s ({self.between}), {rate}, MFU {self.mfu:.1%}"
+        held = f"{self.peak.total / GIB:.1f} of {self.usable / GIB:.1f} GiB on rank {self.worst_rank}"
         return f"{self.plan}: {took}; {held}. {self.why}"
 
 
@@ -151,19 +196,7 @@ def forecast(
     """
     model, cluster, stack = Model.find(model), find(cluster), find_stack(stack, plan)
     taken = step(model, plan, cluster, batch, sequence, stack)
-    return Forecast(model, plan, cluster, batch, sequence, stack, taken, memory(model, plan, batch, sequence, stack))
-
-
-class _ByRank(Sequence[Held]):
-    """What the ranks of each pipeline place hold, by the rank's number."""
-
-    def __init__(self, plan: Plan, held: Sequence[Held]):
-        self._plan, self._held = plan, held
-
-    def __len__(self) -> int:
-        return self._plan.ranks
-
-    def __getitem__(self, rank):  # type: ignore[override]  # a rank's, or a list of several
-        if isinstance(rank, slice):
-            return [self[one] for one in range(len(self))[rank]]
-        return self._held[self._plan.pipeline_rank(range(len(self))[rank])]
+    held = memory(model, plan, batch, sequence, stack)
+    return Forecast(
+        **vars(taken), model=model, plan=plan, cluster=cluster, batch=batch, sequence=sequence, stack=stack, held=held
+    )

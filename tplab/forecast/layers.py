@@ -17,7 +17,7 @@ from tplab.forecast.messages import shown
 from tplab.forecast.model import Model
 from tplab.forecast.plan import ITEMSIZE, Plan
 from tplab.forecast.stacks import Stack, constants
-from tplab.forecast.traffic import end_traffic, layer_traffic
+from tplab.forecast.traffic import embedding_traffic, head_traffic, layer_traffic
 
 LOSS_BYTES = 20
 """Read and written per logit: a copy in float32, its maximum, its sum of exponentials, and the gradient."""
@@ -47,12 +47,6 @@ class Layer(NamedTuple):
     travel_forward: Any = 0.0
     travel_backward: Any = 0.0
 
-    def times(self, count: Any) -> Layer:
-        return Layer(*(count * seconds for seconds in self))
-
-    def plus(self, *others: Layer) -> Layer:
-        return Layer(*(sum(seconds) for seconds in zip(self, *others)))
-
 
 @lru_cache(maxsize=1 << 14)
 def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stack: Stack) -> Layer:
@@ -74,14 +68,18 @@ def layer_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, sta
     ways = [[shown(sent, model, plan, cluster, stack, axis, is_forward) for axis in AXES] for is_forward in passes]
     late = replace(plan, overlap=False)
     travel = [shown(sent, model, late, cluster, stack, "ep", is_forward) for is_forward in passes]
-    experts = Layer(0, 0, 0, 0, 0, 0, 0, 0, ways[0][2], ways[1][2], *travel)
+    under = {"ep_forward": ways[0][2], "ep_backward": ways[1][2]}
+    under |= {"travel_forward": travel[0], "travel_backward": travel[1]}
     host = stack.host * (4 / 3 if plan.recompute == "full" else 1)
     if model.experts:
         ways[0][2], ways[1][2] = ways[0][2] + stack.routing / 3, ways[1][2] + stack.routing * 2 / 3
-    axes = [sum(pair) for pair in zip(*ways)]
+    tp, cp, ep = (sum(pair) for pair in zip(*ways))
     there, back = forward + sum(ways[0]), backward + again + sum(ways[1])
-    whole = _with_host(there, back, host, forward + backward, again, *axes)
-    return whole.plus(experts) if plan.overlap else whole
+    gpu = there + back
+    most = max(gpu, host)
+    both = most * ((gpu / most) ** 8 + (host / most) ** 8) ** 0.125
+    found = Layer(there * both / gpu, back * both / gpu, forward + backward, again, tp, cp, ep, both - gpu)
+    return found._replace(**under) if plan.overlap else found
 
 
 @lru_cache(maxsize=1 << 14)
@@ -94,7 +92,8 @@ def ends_seconds(model: Model, plan: Plan, cluster: Cluster, sequence: int, stac
     loss = from_memory(cluster, tokens * model.vocab_on_rank(plan.tp) * LOSS_BYTES) / 2
     computing = (stream, 2 * stream), (factor * (there + loss) + stream, factor * (back + loss) + 2 * stream)
     found = []
-    for (forward, backward), sent in zip(computing, end_traffic(model, plan, sequence, stack)):
+    sends = embedding_traffic(model, plan, sequence, stack), head_traffic(model, plan, sequence, stack)
+    for (forward, backward), sent in zip(computing, sends):
         tp = [shown(sent, model, plan, cluster, stack, "tp", is_forward) for is_forward in (True, False)]
         found.append(Layer(forward + tp[0], backward + tp[1], forward + backward, tp=sum(tp)))
     return found[0], found[1]
@@ -105,13 +104,6 @@ def local(plan: Plan) -> Plan:
     """The plan reduced to what matters to one layer and microbatch: plans with the same reduction have equal layers."""
     dp = -(-plan.ep * plan.expert_tp // (plan.cp * plan.tp))
     return replace(plan, dp=dp, pp=1, virtual=1, zero=0, schedule="1f1b", balance="layers")
-
-
-def _with_host(forward: float, backward: float, host: float, *reasons: float) -> Layer:
-    gpu = forward + backward
-    most = max(gpu, host)
-    both = most * ((gpu / most) ** 8 + (host / most) ** 8) ** 0.125
-    return Layer(forward * both / gpu, backward * both / gpu, *reasons, host=both - gpu)
 
 
 def kernel_bytes(model: Model, plan: Plan, sequence: int) -> float:

@@ -43,8 +43,7 @@ class Held:
 
     @property
     def total(self) -> int:
-        states = self.parameters + self.gradients + self.optimizer + self.gathered
-        return states + self.activations + self.logits + self.buffers
+        return sum(self.by_kind.values())
 
     @property
     def by_kind(self) -> dict[str, int]:

@@ -41,8 +41,11 @@ def expert_tp(tp: int, ep: int, etp: int | None = None) -> int:
     return etp or (1 if ep > 1 else tp)
 
 
-_ONE, _NONE = ("layers", "hidden", "heads", "vocab", "end_norms"), ("dense_layers", "q_rank", "kv_rank", "rope_dim")
-"""Sizes that must be at least 1, and sizes that may be 0."""
+_LEAST = (
+    ("experts", "shared_ffn", "positions", "norms", "window", "dense_layers", "q_rank", "kv_rank", "rope_dim"),
+    ("layers", "hidden", "heads", "vocab", "end_norms", "kv_heads", "ffn", "head_dim", "dense_ffn", "value_dim"),
+)
+"""Sizes that may be 0, and sizes that must be at least 1."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,10 @@ class Model:
 
     def __post_init__(self) -> None:
         one_of("norm", self.norm, NORMS)
-        for name in (*_ONE, "kv_heads", "ffn", "head_dim", "dense_ffn", "value_dim"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ShapeError(f"a model with {name}={size} is impossible; it is 1 or more")
-        for name in ("experts", "shared_ffn", "positions", "norms", "window", *_NONE):
-            if getattr(self, name) < 0:
-                raise ShapeError(f"a model with {name}={getattr(self, name)} is impossible; it is 0 or more")
+        for least, names in enumerate(_LEAST):
+            for name in names:
+                if (size := getattr(self, name)) is not None and size < least:
+                    raise ShapeError(f"a model with {name}={size} is impossible; it is {least} or more")
         if self.heads % self.num_kv_heads:
             raise ShapeError(
                 f"{self.heads} query heads cannot share {self.kv_heads} key and value heads equally; kv_heads must "
@@ -217,19 +217,14 @@ class Model:
         copied += latents  # their norms
         copied += (h if self.bias or self.output_bias else 0) + (2 * self.head_width if self.qk_norm else 0)
         parts = {"attention": Part(split, copied)}
+        up, bias = 2 if self.gated else 1, self.bias or self.mlp_bias
         if self.experts:
-            each = (3 if self.gated else 2) * h
+            each = (up + 1) * h
             parts["mlp"] = Part(experts=self.experts * each * ffn, split=each * self.shared_ffn)
             parts["router"] = Part(copied=h * (self.experts + self.shared_gate))
         else:
-            split, copied = self._mlp(ffn)
-            parts["mlp"] = Part(split=split, copied=copied)
+            parts["mlp"] = Part((up + 1) * h * ffn + bias * up * ffn, bias * h)
         return parts | {"norms": Part(copied=self.norms * self._norm)}
-
-    def _mlp(self, ffn: int) -> tuple[int, int]:
-        """(split, copied) parameters of one MLP."""
-        up, bias = 2 if self.gated else 1, self.bias or self.mlp_bias
-        return (up + 1) * self.hidden * ffn + (up * ffn if bias else 0), self.hidden if bias else 0
 
     @property
     def _norm(self) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from tplab.forecast.forecast import Forecast
-from tplab.forecast.ranking import PERHAPS, SLOWER, TOO_LARGE
-from tplab.forecast.why import LOST, NAMES
+from tplab.forecast.forecast import GIB, LOST, NAMES, Forecast
+from tplab.forecast.ranking import OF_PLANS
 
-GIB = 2**30
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a000", "#7f7f7f", "#8c6bb1", "#bcbd22")
 """The Okabe-Ito palette, which colour-blind readers can tell apart."""
 _PARTS = {"computing": "computing"} | {name: text for name, (text, _) in LOST.items()}
@@ -54,16 +52,13 @@ svg {{ width: 100%; height: auto; }} svg text {{ fill: var(--ink); font-size: 12
 """
 
 
-def _layouts(reason: str) -> str:
-    """The kind of thing counted: plans, or layouts of ranks, which have no plans."""
-    return " plans" if reason.startswith((TOO_LARGE, PERHAPS, SLOWER)) else " layouts of ranks"
-
-
 def to_page(title: str, about: str, found: Sequence[Forecast], lost: Mapping[str, int]) -> str:
-    """An HTML page of the plans in `found`, the best first; `lost`: reason -> how many plans lost for it."""
+    """An HTML page of the plans in `found`, the best first; `lost`: see `Plans`."""
     parts = [{name: one.parts.get(name, 0.0) for name in _PARTS} for one in found]
     kinds = [{name: getattr(one.peak, name) / GIB for name in NAMES} for one in found]
-    reasons = sorted(lost.items(), key=lambda reason: -reason[1])
+    reasons = (
+        (" plans" if why.startswith(OF_PLANS) else " layouts of ranks", why, count) for why, count in lost.items()
+    )
     return _PAGE.format(
         title=escape(title),
         about=escape(about),
@@ -74,14 +69,14 @@ def to_page(title: str, about: str, found: Sequence[Forecast], lost: Mapping[str
         parts=_bars(parts, "s"),
         kinds_key=_key(NAMES),
         kinds=_bars(kinds, "GiB"),
-        lost="".join(f"<li>{count:,}{_layouts(reason)}: {escape(reason)}" for reason, count in reasons),
+        lost="".join(f"<li>{count:,}{what}: {escape(why)}" for what, why, count in reasons),
     )
 
 
 def _rows(found: Sequence[Forecast]) -> Iterator[str]:
     for number, one in enumerate(found, 1):
         rate = f"{one.tokens_per_second_per_gpu:,.0f}<td>{one.mfu:.1%}<td>{one.peak.total / GIB:.1f}"
-        took = f"{one.seconds:.3g}<td>{one.step.between}"
+        took = f"{one.seconds:.3g}<td>{one.between}"
         yield f"<tr><td>{number}<td>{escape(str(one.plan))}<td>{took}<td>{rate}</tr>"
 
 

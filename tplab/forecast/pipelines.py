@@ -119,7 +119,7 @@ class _Wires(NamedTuple):
 def _wires(rule: str, ranks: int, virtual: int, microbatches: int) -> _Wires:
     schedule = rule_of(rule, ranks, microbatches, virtual)
     needs = np.stack([schedule.needs.message, schedule.needs.partner])
-    crosses = (needs >= 0) & (schedule.rank[np.maximum(needs, 0)] != schedule.rank)
+    crosses = schedule.crosses(needs)
     second, nothing = np.flatnonzero(schedule.joined), schedule.num_stages * len(TAKES)
     own = schedule.stage.astype(np.intp) * len(TAKES) + schedule.kind
     if not len(second):
@@ -240,8 +240,7 @@ def in_flight(rule: str, ranks: int, virtual: int, microbatches: int) -> tuple[t
     change[schedule.kind == F] = 1
     change[(schedule.kind == B) | (schedule.kind == W)] = -1
     found = []
-    for rank, held in enumerate(schedule.placement):
-        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+    for row, held in zip(schedule.rows, schedule.placement):
         slot, kind = schedule.slot[row], schedule.kind[row]
         steps = np.where(slot[:, None] == np.arange(len(held)), change[row][:, None], 0)
         begins = np.flatnonzero((kind == B) | (kind == I))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -25,11 +26,18 @@ from tplab.sharding import cut
 ALIASES = {"1f1b": "one_f_one_b", "interleaved": "interleaved_1f1b", "afab": "gpipe"}
 """Other names of some of tplab's rules. With virtual stages, "1f1b" is the interleaved one, as in Megatron."""
 
-RECOMPUTE = ("none", "selective", "full")
-BALANCE = ("layers", "parameters", "computing")
 ATTENTION = {"flash2": "FlashAttention 2", "flash3": "FlashAttention 3", "unfused": "unfused attention"}
-STATE_DTYPES = ("float32", "bfloat16")
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+CHOICES: Mapping[str, Collection[str]] = {
+    "recompute": ("none", "selective", "full"),
+    "balance": ("layers", "parameters", "computing"),
+    "dtype": ITEMSIZE,
+    "grad_dtype": ITEMSIZE,
+    "dispatch": DISPATCHES,
+    "attention": ATTENTION,
+    "state_dtype": ("float32", "bfloat16"),
+}
+"""The values of a plan's fields, besides the default."""
 AXES = ("pp", "dp", "cp", "tp")
 ROUNDS = {"naive": 2, "gpipe": 2, "one_f_one_b": 2, "chimera": 2, "zb_h1": 3, "looped_bfs": 3, "hanayo": 3}
 """The round from which a schedule repeats itself; for rules not listed, the fourth."""
@@ -104,17 +112,11 @@ class Plan:
             raise PlanError(f"zero is {self.zero!r}; ZeRO has stages 0 to 3")
         if self.rule_name not in RULES:
             raise PlanError(f"no schedule is called {self.schedule!r}; there are {', '.join([*ALIASES, *RULES])}")
-        one_of("recompute", self.recompute, RECOMPUTE)
-        one_of("balance", self.balance or "layers", BALANCE)
-        one_of("dtype", self.dtype, tuple(ITEMSIZE))
-        one_of("grad_dtype", self.grad_dtype, tuple(ITEMSIZE))
-        one_of("dispatch", self.dispatch or "gather", DISPATCHES)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) != getattr(Plan, name):  # the default
+                one_of(name, getattr(self, name), tuple(choices))
         if not 0 <= self.skew < math.inf:
             raise PlanError(f"skew is {self.skew}; it is 0, where all experts are chosen equally often, or more")
-        if self.attention is not None:
-            one_of("attention", self.attention, tuple(ATTENTION))
-        if self.state_dtype is not None:
-            one_of("state_dtype", self.state_dtype, STATE_DTYPES)
         if self.compiled not in (None, True, False):
             raise PlanError(f"compiled is {self.compiled!r}; it is True, False, or None for what the stack does")
 

@@ -1,21 +1,25 @@
-"""The plans of all layouts, ranked by time if they fit. A `Plan` is created only on access."""
+"""The plans of all layouts, ranked by time if they fit. A forecast is made only on access."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from tplab.forecast.block import Array, Block
-from tplab.forecast.memory import Room, bytes_of
+from tplab.forecast.forecast import Forecast, forecast
+from tplab.forecast.memory import bytes_of, room
 from tplab.forecast.plan import Plan
 from tplab.forecast.step import seconds_of
 
 TOO_LARGE, PERHAPS, SLOWER = "need more than", "may need more than", "fit, and lose most"
 """The beginnings of reasons why plans lost. All other reasons are those why layouts of ranks are refused."""
+OF_PLANS = (TOO_LARGE, PERHAPS, SLOWER)
 
 _LOSES = {
     "computing": "by computing: in smaller pieces, or in a fuller stage",
@@ -39,15 +43,20 @@ class Estimate(NamedTuple):
     bytes: float
 
 
-class Ranking(Sequence[Plan]):
-    """The plans that surely fit, the fastest first.
+class Plans(Sequence[Forecast]):
+    """The plans that surely fit, the fastest first: `found[0]` is the forecast of the best.
 
+    considered   how many plans were possible
+    lost         reason -> how many plans, the most first: numbers that do not divide (counted by layouts of ranks),
+                 plans that do not fit and, for those that fit, the part of a step that costs them most compared with
+                 the best
     seconds, held   of all plans of all blocks, concatenated; infinite for impossible plans
     order           the indices of the plans that fit, the fastest first
     """
 
-    def __init__(self, blocks: Sequence[Block], room: Room):
-        self.blocks, self.room, self.parts = blocks, room, seconds_of(blocks, exact=False)
+    def __init__(self, blocks: Sequence[Block], refused: Counter[str], given: Any):
+        self.blocks, self.parts, self._refused, self._given = blocks, seconds_of(blocks, exact=False), refused, given
+        self.room = room(given[1].chip, given[4])
         possible = [
             block.is_possible[:, None, None]
             & ((_of_pairs(block, "copies")[:, None] > 1) | (np.array(block.zeros) == 0))[:, None, :, None]
@@ -81,7 +90,18 @@ class Ranking(Sequence[Plan]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, place: int) -> Plan:  # type: ignore[override]  # only one at a time
+    @overload
+    def __getitem__(self, place: int) -> Forecast: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Forecast]: ...
+    def __getitem__(self, place: int | slice) -> Forecast | list[Forecast]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(len(self))[place]]
+        model, cluster, batch, sequence, stack = self._given
+        return forecast(model, self.plan(place), cluster, batch=batch, sequence=sequence, stack=stack)
+
+    def plan(self, place: int) -> Plan:
+        """The plan of the forecast at this place."""
         return self.at(int(self.order[place]))
 
     def at(self, index: int) -> Plan:
@@ -99,9 +119,14 @@ class Ranking(Sequence[Plan]):
         """The number of possible plans."""
         return int(np.isfinite(self.seconds).sum())
 
-    def lost(self) -> Counter[str]:
-        """Reason -> how many of the possible plans lost for it."""
-        return self._too_large() + self._slower()
+    @property
+    def smallest(self) -> float:
+        """Bytes per GPU of the plan that needs the least, whether it fits or not."""
+        return float(self.held.min())
+
+    @cached_property
+    def lost(self) -> Mapping[str, int]:
+        return MappingProxyType(dict((self._refused + self._too_large() + self._slower()).most_common()))
 
     def _too_large(self) -> Counter[str]:
         too_large = int((np.isfinite(self.held) & (self.held > self.room.most)).sum())
@@ -121,8 +146,13 @@ class Ranking(Sequence[Plan]):
     def _each(self, make: Callable[[Block, Mapping[str, Array]], Array]) -> Array:
         return np.concatenate([make(block, parts).ravel() for block, parts in zip(self.blocks, self.parts)])
 
-    def notable(self, most: int) -> list[Estimate]:
-        """See `Plans.notable`."""
+    def notable(self, most: int = 150) -> list[Estimate]:
+        """The plans to compare: the fastest, the fastest of each layout of ranks, and the Pareto front of time and
+        memory, including plans that do not fit on a GPU.
+
+        Plans that take over three times as long as the fastest that fits, or twice the memory of a GPU, are left out if
+        there are others. These are estimates, without simulation.
+        """
         seconds, held, usable = self.seconds, self.held, self.room.sure
         fastest = seconds[self.order[0]] if len(self) else seconds[np.argmin(held)]
         starts = np.cumsum([0, *(len(block.layouts) for block in self.blocks)])
@@ -143,6 +173,18 @@ class Ranking(Sequence[Plan]):
         chosen = np.concatenate([self.order[: most // 8], *some, *of_layouts])
         places = [*dict.fromkeys(chosen.tolist())][:most]
         return [Estimate(self.at(place), float(seconds[place]), float(held[place])) for place in places]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self):,} of {self.considered:,} plans fit"]
+        for one in self[:5]:
+            held = f"{one.peak.total / 2**30:.0f} GiB"
+            lines.append(
+                f"{one.seconds:9.3g} s  {one.tokens_per_second_per_gpu:9,.0f} tokens/s per GPU  {held:>8}  {one.plan}"
+            )
+        lines += [f"{count:9,} {reason}" for reason, count in self.lost.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def _of_pairs(block: Block, name: str) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from tplab.cost import Cluster
 from tplab.errors import TplabError, near
-from tplab.forecast.cells import cells, number, plain, says, switch, whole
+from tplab.forecast.cells import cells, fields_of, plain, says, switch, whole
 from tplab.forecast.clusters import COLUMNS, check_dtype, cluster_of
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.model import MODELS, Model
@@ -46,15 +46,18 @@ CARRIED = re.compile(
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
-RECOMPUTE = {**dict.fromkeys(("true", "1", "yes", "on"), "full"), **dict.fromkeys(("false", "0", "no", "off"), "none")}
-"""Values of recomputation other than its names."""
-
-KERNELS = {
-    **dict.fromkeys(("fa2", "flash_2", "flash_attention_2", "flashattention_2"), "flash2"),
-    **dict.fromkeys(("fa3", "flash_3", "flash_attention_3", "flashattention_3"), "flash3"),
-    **dict.fromkeys(("eager", "math"), "unfused"),
+SPELLED = {
+    "recompute": {
+        **dict.fromkeys(("true", "1", "yes", "on"), "full"),
+        **dict.fromkeys(("false", "0", "no", "off"), "none"),
+    },
+    "attention": {
+        **dict.fromkeys(("fa2", "flash_2", "flash_attention_2", "flashattention_2"), "flash2"),
+        **dict.fromkeys(("fa3", "flash_3", "flash_attention_3", "flashattention_3"), "flash3"),
+        **dict.fromkeys(("eager", "math"), "unfused"),
+    },
 }
-"""Names of attention kernels in tables."""
+"""Column -> other names of its values in tables."""
 
 
 def forecast_file(path: str | Path, out: str | Path) -> list[dict[str, str]]:
@@ -88,8 +91,8 @@ def unread(columns: Iterable[str]) -> list[str]:
 def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     """The rows with their answers. A row that cannot be forecast says why, in its column `why`.
 
-    model          a name, or empty, with layers, hidden, heads, kv_heads, ffn, gated, vocab, tied (experts,
-                   experts_per_token, head_dim and others of `Model` are read too). With a name, they override its sizes
+    model          a name, the path of a config.json, or empty, with layers, hidden, heads, kv_heads, ffn, gated, vocab,
+                   tied (experts, head_dim and others of `Model` are read too). With a name, they override its sizes
     cluster        unlike for --cluster, "h100", "h200", "a100" and "b200" are the measured ones, like "h100-measured".
                    "b300", "gb200", "gb300" and "tpu_v5e" are data sheets, and so are "laptop" and "ethernet", which
                    have dtype float32 only. Another name that contains a measured chip, such as "dgx-h100", means that
@@ -147,30 +150,30 @@ def forecast_row(row: Mapping[str, Any], on: Cluster | None = None) -> tuple[str
 
 
 def model_of(given: Mapping[str, str]) -> Model:
-    """The model of a row: by name, by its sizes, or one with other sizes."""
-    sizes = _fields(Model, {name: cell for name, cell in given.items() if name != "name"})
+    """The model of a row: by name, by the path of a config.json, by its sizes, or one with other sizes."""
+    sizes = fields_of(Model, {name: cell for name, cell in given.items() if name != "name"})
     name = given.get("model", "")
+    if name.endswith(".json"):
+        return replace(Model.of_config(name), **sizes)
     for known in (name, f"playbook-{name}", f"megatron-{name}"):  # "8B" of the playbook, "22B" of Megatron's papers
         try:
             found = Model.find(known)
         except ValueError:
             continue
         return replace(found, **sizes)
-    if not sizes:
-        raise ValueError(
-            f"no model is named {name!r}{near(name, MODELS)}"
-            if name
-            else "the row names no model, and says none of its sizes"
-        )
     missing = [one for one in ("layers", "hidden", "heads", "vocab") if one not in sizes]
-    if missing:
+    if not missing:
+        return Model(**sizes, name=name)
+    if sizes:
         raise ValueError(f"no model is named {name!r}, and the row does not say its {', '.join(missing)}")
-    return Model(**sizes, name=name)
+    if not name:
+        raise ValueError("the row names no model, and says none of its sizes")
+    raise ValueError(f"no model is named {name!r}, nor is that the path of a config.json{near(name, MODELS)}")
 
 
 def plan_of(given: Mapping[str, str], stack: Stack, cluster: Cluster) -> Plan:
     """The plan of a row, with the stack's defaults for empty cells."""
-    chosen = _fields(Plan, given)
+    chosen = fields_of(Plan, given)
     for name in ("dtype", "grad_dtype", "state_dtype"):
         if name in chosen:
             dtype = str(chosen[name]).lower().removeprefix("torch.")
@@ -178,11 +181,8 @@ def plan_of(given: Mapping[str, str], stack: Stack, cluster: Cluster) -> Plan:
             chosen[name] = "float8" if is_small else DTYPES.get(dtype.split("-")[0], dtype)
     for name in ("schedule", "recompute", "attention", "dispatch"):
         if name in chosen:
-            chosen[name] = str(chosen[name]).lower().replace(" ", "_").replace("-", "_")
-    if "recompute" in chosen:
-        chosen["recompute"] = RECOMPUTE.get(chosen["recompute"], chosen["recompute"])
-    if "attention" in chosen:
-        chosen["attention"] = KERNELS.get(chosen["attention"], chosen["attention"])
+            text = str(chosen[name]).lower().replace(" ", "_").replace("-", "_")
+            chosen[name] = SPELLED.get(name, {}).get(text, text)
     chosen = stack.defaults_on(cluster, chosen.get("recompute")) | chosen
     if "flash" in given and "attention" not in given:
         is_fused, usual = switch("flash", given["flash"]), chosen.get("attention")
@@ -220,10 +220,3 @@ def _answers(note: str, found: Forecast) -> dict[str, str]:
         "high": "" if found.high is None else f"{found.high:.6g}",
         "why": note + found.why,
     }
-
-
-def _fields(kind: type[Model] | type[Plan], given: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Model or a Plan that a row gives."""
-    read: dict[str, Callable[..., Any]] = {"int": whole, "float": number, "bool": switch, "str": lambda _, text: text}
-    types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
-    return {name: read[type](name, given[name]) for name, type in types.items() if name in given}

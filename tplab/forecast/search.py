@@ -6,11 +6,9 @@ The time and memory of all plans are computed together, as `Block`s, by the form
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from types import MappingProxyType
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +17,9 @@ from tplab.errors import PlanError, ScheduleError
 from tplab.forecast.block import Block, Way, tables
 from tplab.forecast.classes import class_of
 from tplab.forecast.clusters import USUAL
-from tplab.forecast.forecast import Forecast, forecast
-from tplab.forecast.memory import room
 from tplab.forecast.model import Model, expert_tp
 from tplab.forecast.plan import ALIASES, Plan, divisors, takes_virtual
-from tplab.forecast.ranking import Estimate, Ranking
+from tplab.forecast.ranking import Plans
 from tplab.forecast.stacks import Stack, find_stack
 from tplab.forecast.step import OUTSIDE
 from tplab.schedules import RULES
@@ -40,64 +36,6 @@ SEQUENCE = 4096
 """The default number of tokens per sequence."""
 EXACT = 100
 """The number of best plans whose pipelines are simulated."""
-
-
-class Plans(Sequence[Forecast]):
-    """The plans that surely fit, the fastest first: `found[0]` is the forecast of the best.
-
-    considered   how many plans were possible
-    lost         reason -> how many plans: numbers that do not divide (counted by layouts of ranks), plans that do not
-                 fit and, for those that fit, the part of a step that costs them most compared with the best
-    """
-
-    def __init__(self, ranking: Ranking, refused: Counter[str], given: Any):
-        self._ranking, self._refused, self._given = ranking, refused, given
-        self.considered = ranking.considered
-
-    @cached_property
-    def lost(self) -> Mapping[str, int]:
-        return MappingProxyType(dict(self._refused + self._ranking.lost()))
-
-    def __len__(self) -> int:
-        return len(self._ranking)
-
-    @overload
-    def __getitem__(self, place: int) -> Forecast: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Forecast]: ...
-    def __getitem__(self, place: int | slice) -> Forecast | list[Forecast]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(len(self))[place]]
-        model, cluster, batch, sequence, stack = self._given
-        return forecast(
-            model, self._ranking[range(len(self))[place]], cluster, batch=batch, sequence=sequence, stack=stack
-        )
-
-    @property
-    def smallest(self) -> float:
-        """Bytes per GPU of the plan that needs the least, whether it fits or not."""
-        return float(self._ranking.held.min())
-
-    def notable(self, most: int = 150) -> list[Estimate]:
-        """The plans to compare: the fastest, the fastest of each layout of ranks, and the Pareto front of time and
-        memory, including plans that do not fit on a GPU.
-
-        Plans that take over three times as long as the fastest that fits, or twice the memory of a GPU, are left out if
-        there are others. These are estimates, without simulation.
-        """
-        return self._ranking.notable(most)
-
-    def __str__(self) -> str:
-        lines = [f"{len(self):,} of {self.considered:,} plans fit"]
-        for one in self[:5]:
-            held = f"{one.peak.total / 2**30:.0f} GiB"
-            lines.append(
-                f"{one.seconds:9.3g} s  {one.tokens_per_second_per_gpu:9,.0f} tokens/s per GPU  {held:>8}  {one.plan}"
-            )
-        lines += [f"{count:9,} {reason}" for reason, count in sorted(self.lost.items(), key=lambda pair: -pair[1])]
-        return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def plans(
@@ -169,9 +107,9 @@ def plans(
             f"no plan trains this model on {gpus} GPUs in batches of {batch} x {sequence} tokens: {reasons}"
         )
     every = blocks(model, layouts, cluster, batch, sequence, stack, schedules, virtual)
-    ranking = Ranking(every, room(cluster.chip, stack))
-    ranking.time(exact)
-    return Plans(ranking, refused, (model, cluster, batch, sequence, stack))
+    found = Plans(every, refused, (model, cluster, batch, sequence, stack))
+    found.time(exact)
+    return found
 
 
 def blocks(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
+from typing import NamedTuple, ParamSpec
 
 from tplab.experts import expected_copies
 from tplab.forecast.model import Model
 from tplab.forecast.plan import ITEMSIZE, Plan
 from tplab.forecast.stacks import Stack, find_stack
 from tplab.forecast.stages import Stage, held_parameters, stages_on
+
+Given = ParamSpec("Given")
 
 
 class Sent(NamedTuple):
@@ -40,10 +42,19 @@ class Sent(NamedTuple):
         return self.count * self.bytes * (laps * (self.ranks - 1) / self.ranks if laps else 1)
 
 
-@lru_cache(maxsize=4096)
+def stored(make: Callable[Given, Iterator[Sent]]) -> Callable[Given, tuple[Sent, ...]]:
+    """A generator of messages as a function that returns all of them, and keeps them for the next call."""
+
+    def found(*given: Given.args, **named: Given.kwargs) -> tuple[Sent, ...]:
+        return tuple(make(*given, **named))
+
+    return wraps(make)(lru_cache(maxsize=4096)(found))  # type: ignore[return-value]  # the cache hides its parameters
+
+
+@stored
 def layer_traffic(
     model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron", node_size: int | None = None
-) -> tuple[Sent, ...]:
+) -> Iterator[Sent]:
     """What a rank sends for one layer and one microbatch.
 
     tp   the input of attention and of the MLP is gathered, and their output is summed: 2 all_reduces each way
@@ -63,28 +74,7 @@ def layer_traffic(
     node_size   how many neighbouring ranks form a node. "two_levels" sends a token to each node once; inside a node the
                 axis is "ep inside". None: all ranks are in one node
     """
-    return tuple(_layer(model, plan, sequence, find_stack(stack, plan), node_size))
-
-
-@lru_cache(maxsize=4096)
-def end_traffic(
-    model: Model, plan: Plan, sequence: int, stack: str | Stack = "megatron"
-) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
-    """What a rank sends for the embedding, and for the head and the loss, of one microbatch."""
     stack = find_stack(stack, plan)
-    return tuple(_embedding(model, plan, sequence, stack)), tuple(_head(model, plan, sequence, stack))
-
-
-@lru_cache(maxsize=4096)
-def step_traffic(
-    model: Model, plan: Plan, times: int, pipeline_rank: int = 0, stack: str | Stack = "megatron"
-) -> tuple[Sent, ...]:
-    """What a rank sends of gradients and parameters, in a step of `times` microbatches."""
-    stack = find_stack(stack, plan)
-    return tuple(_step(model, stack.cut(plan), times, pipeline_rank, stack))
-
-
-def _layer(model: Model, plan: Plan, sequence: int, stack: Stack, node_size: int | None) -> Iterator[Sent]:
     tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
     whole = tokens * model.hidden * ITEMSIZE[plan.dtype]
     forward = ["forward", "recompute"] if plan.recompute == "full" else ["forward"]
@@ -162,7 +152,7 @@ def _experts(model: Model, plan: Plan, sequence: int, stack: Stack, node: int | 
         yield Sent("tp", plan.tp, "all_reduce", mine * 4 * k, 1, "layer", phase)
 
 
-@lru_cache(maxsize=4096)
+@stored
 def traffic(
     model: Model,
     plan: Plan,
@@ -171,21 +161,22 @@ def traffic(
     pipeline_rank: int = 0,
     stack: str | Stack = "megatron",
     node_size: int | None = None,
-) -> tuple[Sent, ...]:
+) -> Iterator[Sent]:
     """What a rank at this place of its pipeline sends in one step; `node_size` as in `layer_traffic`. Losses and
     gradient norms, one number each, are left out."""
-    stack, times, found = find_stack(stack, plan), plan.microbatches(batch), list[Sent]()
-    plan = stack.cut(plan)
-    for stage in stages_on(model, plan, pipeline_rank):
-        often = int(times * stage.share)
-        for kind, layers in zip((model, model.dense), stage.counts):
-            found += _times(layer_traffic(kind, plan, sequence, stack, node_size), layers * often)
-        if stage.is_first:
-            found += _times(_embedding(model, plan, sequence, stack), often)
-        if stage.is_last:
-            found += _times(_head(model, plan, sequence, stack), often)
-        found += _times(_boundaries(model, plan, sequence, stage), often)
-    return (*found, *_step(model, plan, times, pipeline_rank, stack))
+    stack, times = find_stack(stack, plan), plan.microbatches(batch)
+    for stage in stages_on(model, stack.cut(plan), pipeline_rank):
+        layers, dense, is_first, is_last = stage.counts
+        for sent, count in (
+            (layer_traffic(model, plan, sequence, stack, node_size), layers),
+            (layer_traffic(model.dense, plan, sequence, stack, node_size), dense),
+            (embedding_traffic(model, plan, sequence, stack), is_first),
+            (head_traffic(model, plan, sequence, stack), is_last),
+            (_boundaries(model, plan, sequence, stage), 1),
+        ):
+            often = count * int(times * stage.share)
+            yield from (one._replace(count=one.count * often) for one in sent if often)
+    yield from step_traffic(model, plan, times, pipeline_rank, stack)
 
 
 def bytes_by_axis(
@@ -210,12 +201,9 @@ def bytes_by_axis(
     return found
 
 
-def _times(sent: Iterable[Sent], count: int) -> list[Sent]:
-    return [one._replace(count=one.count * count) for one in sent] if count else []
-
-
-def _embedding(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
-    """Each rank looks up its part of the vocabulary, and the results are summed."""
+@stored
+def embedding_traffic(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
+    """What a rank sends for one microbatch: each looks up its part of the vocabulary, and the results are summed."""
     if plan.tp == 1:
         return
     whole = plan.microbatch * sequence // plan.cp * model.hidden * plan.kept_size
@@ -228,8 +216,10 @@ def _embedding(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterato
             yield Sent("tp", plan.tp, "all_gather", whole // plan.microbatch, 1, "embedding", "backward")
 
 
-def _head(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
-    """Each rank has the logits of its part of the vocabulary. The loss needs one maximum and two sums per token."""
+@stored
+def head_traffic(model: Model, plan: Plan, sequence: int, stack: Stack) -> Iterator[Sent]:
+    """What a rank sends for one microbatch: it has the logits of its part of the vocabulary, and the loss needs one
+    maximum and two sums per token."""
     if plan.tp == 1:
         return
     tokens, size = plan.microbatch * sequence // plan.cp, plan.kept_size
@@ -258,9 +248,11 @@ def _boundaries(model: Model, plan: Plan, sequence: int, stage: Stage) -> Iterat
             yield Sent("pp", plan.pp, "send", tokens * model.hidden * plan.kept_size, 1, "boundary", phase)
 
 
-def _step(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack) -> Iterator[Sent]:
-    """Once per step: gradients, parameters, and what stages share. With ZeRO 2 and 3 gradients are sent after every
-    microbatch, and with ZeRO 3 parameters before every use."""
+@stored
+def step_traffic(model: Model, plan: Plan, times: int, pipeline_rank: int, stack: Stack) -> Iterator[Sent]:
+    """What a rank sends in a step of `times` microbatches of gradients, parameters, and what stages share. With ZeRO 2
+    and 3 gradients are sent after every microbatch, and with ZeRO 3 parameters before every use."""
+    plan = stack.cut(plan)
     grad, size = ITEMSIZE[plan.grad_dtype], ITEMSIZE[plan.dtype]
     held = held_parameters(model, plan, pipeline_rank, stack)
     for numbers, ranks, known in ((held.dense, plan.copies, held.embedding), (held.experts, plan.expert_copies, 0)):

@@ -11,11 +11,19 @@ from tplab.schedules.costs import Costs
 from tplab.schedules.execute import program
 from tplab.schedules.measured import Comparison, compare, measured_costs, measured_strip
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
-from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, naive, one_f_one_b
-from tplab.schedules.rules.dualpipe import dualpipe, dualpipe_v
+from tplab.schedules.rules.spelled import dualpipe, dualpipe_v, zb_v
 from tplab.schedules.rules.stamp import Block, v_block, v_half, v_min
+from tplab.schedules.rules.turns import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from tplab.schedules.rules.waves import chimera, hanayo
-from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import Idle, Simulation

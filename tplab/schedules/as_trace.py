@@ -41,7 +41,7 @@ def as_trace(
     last = computes + np.append(schedule.joined, False)[computes + 1]  # the second of a pair
 
     message = schedule.needs.message
-    takers = np.flatnonzero((message >= 0) & (rank[np.maximum(message, 0)] != rank))
+    takers = np.flatnonzero(schedule.crosses(message))
     makers = message[takers]
     carrying = costs.carrying(schedule)[makers]
     departs = sent[makers] - (costs.links != "free") * carrying

@@ -13,13 +13,12 @@ from tplab.errors import ScheduleError
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
-from tplab.schedules.rules.classic import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from tplab.schedules.rules.greedy import Durations, Policy, list_schedule
-from tplab.schedules.rules.row import chain, row
+from tplab.schedules.rules.spelled import zb_v
 from tplab.schedules.rules.stamp import Block, blocks, v_half, v_min
+from tplab.schedules.rules.turns import gpipe, interleaved_1f1b, interleaved_zb, looped_bfs, one_f_one_b, zb_h1, zb_h2
 from tplab.schedules.rules.waves import hanayo
-from tplab.schedules.rules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
-from tplab.schedules.schedule import Schedule
+from tplab.schedules.schedule import Schedule, row
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import peak_activations
 
@@ -172,7 +171,7 @@ def _best_blocks(held: Placement, microbatches: int, costs: Costs, slots: Sequen
 def _plan(schedule: Schedule) -> list[list[tuple[int, int, int]]]:
     """The order of everything but W on each rank."""
     steps = list(zip(schedule.kind.tolist(), schedule.stage.tolist(), schedule.microbatch.tolist()))
-    return [[step for step in steps[a:b] if step[0] != W] for a, b in zip(schedule.offsets[:-1], schedule.offsets[1:])]
+    return [[step for step in steps[row] if step[0] != W] for row in schedule.rows]
 
 
 def _fits(schedule: Schedule, slots: Sequence[int]) -> bool:
@@ -183,7 +182,7 @@ def _durations(held: Placement, microbatches: int, costs: Costs, split: bool) ->
     """The costs in the form that list scheduling needs: one figure per stage, the mean over the microbatches."""
     k = np.arange(microbatches)
     kinds = (F, I, W) if split else (F, B)
-    rows = [chain(*(row(kind, stage, k) for kind in kinds for stage in stages)) for stages in held]
+    rows = [np.concatenate([row(kind, stage, k) for kind in kinds for stage in stages]) for stages in held]
     template = Schedule(rows, held)
     duration = costs.durations(template)
 
@@ -234,7 +233,7 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
     run = simulate(start, costs)
     durations, message = costs.durations(start), start.needs.message
     travel = np.where(
-        (message >= 0) & (start.rank[np.maximum(message, 0)] != start.rank),
+        start.crosses(message),
         costs.transfer + costs.carrying(start)[np.maximum(message, 0)],
         0.0,
     )
@@ -258,8 +257,8 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
             for one, next_one in pairwise(rows):
                 model.add(begin[next_one] >= end[one])
     lets_go = np.where(start.needs.weight >= 0, start.needs.weight, start.needs.backward)
-    for rank in range(start.num_ranks):
-        indices = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
+    for rank, rows in enumerate(start.rows):
+        indices = range(rows.start, rows.stop)
         model.add_no_overlap([model.new_fixed_size_interval_var(begin[x], int(lasts[x]), f"work {x}") for x in indices])
         held = []
         for index in indices:
@@ -270,8 +269,8 @@ def solve(start: Schedule, costs: Costs, slots: Sequence[int], objective: str, s
         model.add_cumulative(held, [1] * len(held), int(slots[rank]))
 
     longest = model.new_int_var(0, horizon, "longest")
-    for rank in range(start.num_ranks):
-        indices = range(int(start.offsets[rank]), int(start.offsets[rank + 1]))
+    for rank, rows in enumerate(start.rows):
+        indices = range(rows.start, rows.stop)
         first = model.new_int_var(0, horizon, f"first {rank}")
         if objective == "span":
             model.add_min_equality(first, [begin[index] for index in indices])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,19 +61,29 @@ def lower_bounds(
     if not schedule.num_stages or not schedule.num_microbatches:
         return Bounds(0.0, 0.0, "there is nothing to do", -1)
     duration, computes = costs.durations(schedule), schedule.kind <= W
-    way = _Way.of(schedule, costs, duration)
+    f, b = _fastest(schedule, duration, (F,)), _fastest(schedule, duration, (B, I))
+    homes = [{rank for rank, held in enumerate(schedule.placement) if s in held} for s in range(schedule.num_stages)]
+    crosses = np.array([not here & there for here, there in pairwise(homes)], bool)
+    hop = crosses * (costs.transfer + float(costs.carrying(schedule).min(initial=np.inf)))
+    before_f, before_b = (np.append(0.0, np.cumsum(of[:-1] + hop)) for of in (f, b))
+    forward, backward = before_f[-1] + f[-1], before_b[-1] + b[-1]
     ranks = range(schedule.num_ranks)
     work = np.bincount(schedule.rank[computes], duration[computes], len(ranks)) - _hidden(schedule, costs, duration)
     step = np.bincount(schedule.rank[~computes], duration[~computes], len(ranks))
     limits = memory_limits(memory_limit, len(ranks))
-    gap = np.array([_gap(schedule, duration, way, rank, limits[rank]) for rank in ranks])
-    head = np.array([min((way.before_f[s] for s in held), default=0.0) for held in schedule.placement])
-    tail = np.array([min((way.before_b[s] for s in held), default=0.0) for held in schedule.placement])
+
+    def waits(first: int, last: int) -> float:
+        return forward - before_f[first] + backward - before_b[last] - b[last]
+
+    gap = np.array([_gap(schedule, duration, waits, rank, limits[rank]) for rank in ranks])
+    head, tail = (
+        np.array([min((of[s] for s in held), default=0.0) for held in schedule.placement])
+        for of in (before_f, before_b)
+    )
     tail = np.maximum(0.0 if schedule.splits_backward else tail, step)
 
     by_rank = head + work + gap + tail
     rank, span = int(np.argmax(by_rank)), float(np.max(work + gap + step))
-    forward, backward = way.before_f[-1] + way.f[-1], way.before_b[-1] + way.b[-1]
     weight = 0.0 if np.any(schedule.kind == B) else float(_fastest(schedule, duration, (W,))[0])
     if forward + backward + weight > by_rank[rank]:
         text = f"one microbatch takes {forward:g} forward and {backward:g} backward"
@@ -83,26 +93,6 @@ def lower_bounds(
     parts += [f"{gap[rank]:g} in which only forwards could run"] if gap[rank] else []
     parts += [f"{tail[rank]:g} behind its last backward"] if tail[rank] else []
     return Bounds(float(by_rank[rank]), span, f"rank {rank} has " + ", ".join(parts), rank)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """The path of one microbatch: f and b of each stage, and of all before it, transfers included [stages]."""
-
-    f: np.ndarray
-    b: np.ndarray
-    before_f: np.ndarray
-    before_b: np.ndarray
-
-    @classmethod
-    def of(cls, schedule: Schedule, costs: Costs, duration: np.ndarray) -> _Way:
-        f, b = _fastest(schedule, duration, (F,)), _fastest(schedule, duration, (B, I))
-        homes = [
-            {rank for rank, held in enumerate(schedule.placement) if s in held} for s in range(schedule.num_stages)
-        ]
-        crosses = np.array([not here & there for here, there in pairwise(homes)], bool)
-        hop = crosses * (costs.transfer + float(costs.carrying(schedule).min(initial=np.inf)))
-        return cls(f, b, np.append(0.0, np.cumsum(f[:-1] + hop)), np.append(0.0, np.cumsum(b[:-1] + hop)))
 
 
 def _fastest(schedule: Schedule, duration: np.ndarray, kinds: tuple[int, ...]) -> np.ndarray:
@@ -126,8 +116,8 @@ def _hidden(schedule: Schedule, costs: Costs, duration: np.ndarray) -> np.ndarra
         return hidden
     forward, duration = schedule.kind == F, np.where(schedule.kind <= W, duration, 0.0)
     only_opposite = bool(np.all(forward[second] != forward[second - 1]))
-    for rank, (a, b) in enumerate(pairwise(schedule.offsets)):
-        amounts, ahead = duration[a:b], forward[a:b]
+    for rank, row in enumerate(schedule.rows):
+        amounts, ahead = duration[row], forward[row]
         if only_opposite:
             hidden[rank] = min(amounts[ahead].sum(), amounts[~ahead].sum())
         else:
@@ -135,18 +125,18 @@ def _hidden(schedule: Schedule, costs: Costs, duration: np.ndarray) -> np.ndarra
     return costs.overlap * hidden
 
 
-def _gap(schedule: Schedule, duration: np.ndarray, way: _Way, rank: int, limit: float) -> float:
-    """Idle time that `rank` cannot avoid between its first forward and its first backward."""
-    held = schedule.placement[rank]
-    rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+def _gap(
+    schedule: Schedule, duration: np.ndarray, waits: Callable[[int, int], float], rank: int, limit: float
+) -> float:
+    """Idle time that `rank` cannot avoid between its first forward and its first backward.
+
+    waits   how long after the forward of one stage begins can the backward of another begin, for the same microbatch
+    """
+    held, rows = schedule.placement[rank], schedule.rows[rank]
     forwards = np.sort(duration[rows][schedule.kind[rows] == F])
     if not held or not len(forwards):
         return 0.0
-    copies = sum(map(len, schedule.placement)) > schedule.num_stages
-    ends = (
-        zip(held, held) if copies else [(min(held), max(held))]
-    )  # with two directions, a microbatch passes one stage of the rank
-    forward, backward = way.before_f[-1] + way.f[-1], way.before_b[-1] + way.b[-1]
-    wait = min(forward - way.before_f[first] + backward - way.before_b[last] - way.b[last] for first, last in ends)
+    copies = sum(map(len, schedule.placement)) > schedule.num_stages  # then a microbatch passes one stage of the rank
+    wait = min(waits(first, last) for first, last in (zip(held, held) if copies else [(min(held), max(held))]))
     slots = len(forwards) if np.isinf(limit) else min(len(forwards), round(limit * schedule.stages_per_rank))
     return max(0.0, float(wait - forwards[len(forwards) - slots :].sum()))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, zip_longest
 
 import numpy as np
 
@@ -32,6 +33,10 @@ class Fault:
         return self.message
 
 
+Found = Iterator[Fault | tuple[int, str]]
+"""Faults; or of each an action's index in the columns, and what continues a sentence that begins "rank 2 (index 5)"."""
+
+
 def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = None) -> None:
     """Raise ScheduleError unless `schedule` is right; the message lists each fault: which action, on which rank.
 
@@ -49,43 +54,47 @@ def check(schedule: Schedule, memory_limit: float | Sequence[float] | None = Non
 
 def faults(schedule: Schedule, memory_limit: float | Sequence[float] | None = None, at_most: int = 100) -> list[Fault]:
     """The first `at_most` faults for which `check` would raise; an empty list if the schedule is right."""
-
-    def in_turn() -> Iterator[Fault]:
-        for find in (
-            _strangers,
-            _miscounted,
-            _misplaced,
-            _own_order,
-            _pairs,
-            _deadlocks,
-            _ticks,
-            _transfers,
-            _last_things,
-        ):
-            yield from find(schedule)
-        if memory_limit is not None:
-            yield from _memory(schedule, memory_limit)
-
-    return list(islice(in_turn(), at_most))
+    finders: dict[Callable[[Schedule], Found], str] = {
+        _strangers: "stranger",
+        _miscounted: "twice",
+        _misplaced: "misplaced",
+        _own_order: "order",
+        _pairs: "pair",
+        _deadlocks: "deadlock",
+        _ticks: "tick",
+        _transfers: "transfer",
+        _last_things: "order",
+    }
+    if memory_limit is not None:
+        finders[partial(_memory, limit=memory_limit)] = "memory"
+    return list(islice(_faults(schedule, finders), at_most))
 
 
 def require_runnable(schedule: Schedule) -> None:
     """Raise ScheduleError if some rank cannot run its row to the end, and say why."""
-    for find in (_own_order, _misplaced, _deadlocks):
-        for fault in islice(find(schedule), 1):
-            raise ScheduleError(f"{schedule.name or 'the schedule'} cannot run: {fault}")
+    for fault in _faults(schedule, {_own_order: "order", _misplaced: "misplaced", _deadlocks: "deadlock"}):
+        raise ScheduleError(f"{schedule.name or 'the schedule'} cannot run: {fault}")
 
 
-def _strangers(schedule: Schedule) -> Iterator[Fault]:
+def _faults(schedule: Schedule, finders: Mapping[Callable[[Schedule], Found], str]) -> Iterator[Fault]:
+    """What each finder finds, in turn; its value is the kind of its faults."""
+    for find, kind in finders.items():
+        for found in find(schedule):
+            if isinstance(found, Fault):
+                yield found
+            else:
+                rank, own = int(schedule.rank[found[0]]), schedule.index_in_row(found[0])
+                yield Fault(kind, rank, own, f"rank {rank} (index {own}) {found[1]}")
+
+
+def _strangers(schedule: Schedule) -> Found:
     """Actions that need a stage or a microbatch but name none."""
     nameless = (schedule.kind <= CODE["RECV_B"]) & ((schedule.stage < 0) | (schedule.microbatch < 0))
     for index in np.flatnonzero(nameless).tolist():
-        yield _fault_at(
-            schedule, index, "stranger", f"runs {schedule.action(index)}, which names no stage or microbatch"
-        )
+        yield index, f"runs {schedule.action(index)}, which names no stage or microbatch"
 
 
-def _miscounted(schedule: Schedule) -> Iterator[Fault]:
+def _miscounted(schedule: Schedule) -> Found:
     """Actions that are missing, and actions that appear twice."""
     shape = (schedule.num_stages, schedule.num_microbatches)
     named = (schedule.stage >= 0) & (schedule.microbatch >= 0)
@@ -95,87 +104,55 @@ def _miscounted(schedule: Schedule) -> Iterator[Fault]:
     holders = {stage: rank for rank, held in enumerate(schedule.placement) for stage in held}
     for cell in np.flatnonzero(wrong).tolist():
         stage, k = divmod(cell, shape[1])
-        number = [int(counts[cell]) for counts in count]
-        for kind, letter in ((F, "F"), (B, "B"), (I, "I"), (W, "W")):
+        for kind in (F, B, I, W):
             ran = np.flatnonzero(named & (schedule.kind == kind) & (key == cell)).tolist()
             for index in ran[1:]:
-                first, at = schedule.rank[ran[0]], schedule.index_in_row(ran[0])
-                yield _fault_at(
-                    schedule,
-                    index,
-                    "twice",
-                    f"runs {letter}{k} of stage {stage} again: rank {first} has run it at index {at}",
-                )
+                first = f"rank {schedule.rank[ran[0]]} has run it at index {schedule.index_in_row(ran[0])}"
+                yield index, f"runs {schedule.in_words(index)} again: {first}"
         forward = int(schedule.needs.forward[stage, k])
         rank = int(schedule.rank[forward]) if forward >= 0 else holders.get(stage, -1)
-        who = f"rank {rank}" if rank >= 0 else "no rank"
-        never = "never runs" if rank >= 0 else "runs"
-        if not number[F]:
-            yield Fault("missing", rank, -1, f"{who} {never} F{k} of stage {stage}")
-        if not number[B] + number[I]:
-            yield Fault("missing", rank, -1, f"{who} {never} B{k} of stage {stage}, nor I{k}: its backward is missing")
-        if number[B] and number[I]:
-            text = f"{who} runs B{k} and I{k} of stage {stage}: the input gradient is computed twice"
-            yield Fault("twice", rank, -1, text)
-        if number[I] and not number[W]:
-            yield Fault(
-                "missing", rank, -1, f"{who} runs I{k} of stage {stage} and never W{k}: its weights get no gradient"
-            )
-        if number[W] and not number[I]:
-            why = f"B{k} has done that already" if number[B] else f"there is no I{k} before it"
-            yield Fault("twice", rank, -1, f"{who} runs W{k} of stage {stage}, and {why}")
+        who, never = (f"rank {rank}", "never runs") if rank >= 0 else ("no rank", "runs")
+        f, b, i, w = (int(counts[cell]) for counts in count)
+        done = f"B{k} has done that already" if b else f"there is no I{k} before it"
+        for is_so, kind, what in (
+            (not f, "missing", f"{never} F{k} of stage {stage}"),
+            (not b + i, "missing", f"{never} B{k} of stage {stage}, nor I{k}: its backward is missing"),
+            (b and i, "twice", f"runs B{k} and I{k} of stage {stage}: the input gradient is computed twice"),
+            (i and not w, "missing", f"runs I{k} of stage {stage} and never W{k}: its weights get no gradient"),
+            (w and not i, "twice", f"runs W{k} of stage {stage}, and {done}"),
+        ):
+            if is_so:
+                yield Fault(kind, rank, -1, f"{who} {what}")
 
 
-def _misplaced(schedule: Schedule) -> Iterator[Fault]:
+def _misplaced(schedule: Schedule) -> Found:
     """Actions on a rank that does not hold their stage, and backwards away from their forward."""
     for index in np.flatnonzero((schedule.slot < 0) & (schedule.stage >= 0)).tolist():
         held = ", ".join(map(str, schedule.placement[schedule.rank[index]])) or "none"
-        yield _fault_at(
-            schedule,
-            index,
-            "misplaced",
-            f"runs {schedule.in_words(index)}, a stage that it does not hold; it holds {held}",
-        )
+        yield index, f"runs {schedule.in_words(index)}, a stage that it does not hold; it holds {held}"
     own = schedule.needs.own[0]
-    for index in np.flatnonzero((own >= 0) & (schedule.rank[np.maximum(own, 0)] != schedule.rank)).tolist():
-        other = int(own[index])
-        yield _fault_at(
-            schedule,
-            index,
-            "misplaced",
-            f"runs {schedule.in_words(index)}, which needs what "
-            f"{schedule.in_words(other)} has left on rank {schedule.rank[other]}",
-        )
+    for index in np.flatnonzero(schedule.crosses(own)).tolist():
+        left = f"{schedule.in_words(own[index])} has left on rank {schedule.rank[own[index]]}"
+        yield index, f"runs {schedule.in_words(index)}, which needs what {left}"
 
 
-def _own_order(schedule: Schedule) -> Iterator[Fault]:
+def _own_order(schedule: Schedule) -> Found:
     """Actions that come before, or without, something that their own rank must have done first."""
     indices = np.arange(len(schedule))
     for own in schedule.needs.own:
-        at_home = schedule.rank[np.maximum(own, 0)] == schedule.rank
-        for index in np.flatnonzero((own > indices) & at_home).tolist():
-            needed, later = schedule.in_words(own[index]), schedule.index_in_row(own[index])
-            yield _fault_at(
-                schedule,
-                index,
-                "order",
-                f"runs {schedule.in_words(index)} before {needed}, which it needs and which comes at index {later}",
-            )
+        for index in np.flatnonzero((own > indices) & ~schedule.crosses(own)).tolist():
+            later = f"which it needs and which comes at index {schedule.index_in_row(own[index])}"
+            yield index, f"runs {schedule.in_words(index)} before {schedule.in_words(own[index])}, {later}"
     for index in np.flatnonzero(schedule.needs.own[0] == MISSING).tolist():
         action = schedule.action(index)
-        needed = {"B": "F", "I": "F", "W": "I", "SEND_F": "F", "SEND_B": "B"}[action.kind]
-        yield _fault_at(
-            schedule,
-            index,
-            "order",
-            f"runs {in_words(action)}, and no rank runs "
-            f"{needed}{action.microbatch} of stage {action.stage}, which it needs",
-        )
+        letter = {"B": "F", "I": "F", "W": "I", "SEND_F": "F", "SEND_B": "B"}[action.kind]
+        needed = f"{letter}{action.microbatch} of stage {action.stage}, which it needs"
+        yield index, f"runs {in_words(action)}, and no rank runs {needed}"
     for index in np.flatnonzero(schedule.needs.own[1] == MISSING).tolist():
-        yield _fault_at(schedule, index, "order", f"runs {schedule.in_words(index)} and never receives its input")
+        yield index, f"runs {schedule.in_words(index)} and never receives its input"
 
 
-def _pairs(schedule: Schedule) -> Iterator[Fault]:
+def _pairs(schedule: Schedule) -> Found:
     """Overlapped pairs that cannot overlap."""
     for index in np.flatnonzero(schedule.joined).tolist():
         first, second = schedule.action(index - 1), schedule.action(index)
@@ -186,19 +163,15 @@ def _pairs(schedule: Schedule) -> Iterator[Fault]:
             why = "a pair is two computations"
         else:
             continue
-        yield _fault_at(schedule, index, "pair", f"overlaps {in_words(second)} with {in_words(first)}: {why}")
+        yield index, f"overlaps {in_words(second)} with {in_words(first)}: {why}"
 
 
-def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
+def _deadlocks(schedule: Schedule) -> Found:
     """A fault for each rank whose input never arrives, and one for a cycle of ranks that wait for each other."""
     ticks = schedule.earliest
-    if bool(np.all(ticks >= 0)):
-        return
-    stuck: dict[int, int] = {}  # rank -> its first action that never runs
-    for rank in range(schedule.num_ranks):
-        late = np.flatnonzero(ticks[schedule.offsets[rank] : schedule.offsets[rank + 1]] < 0)
-        if late.size:
-            stuck[rank] = int(schedule.offsets[rank] + late[0])
+    never = np.flatnonzero(ticks < 0)
+    ranks, first = np.unique(schedule.rank[never], return_index=True)
+    stuck = dict(zip(ranks.tolist(), never[first].tolist()))  # rank -> its first action that never runs
     awaited = {rank: _awaited(schedule, ticks, head) for rank, head in stuck.items()}
 
     for rank, head in stuck.items():
@@ -207,12 +180,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[Fault]:
             stage = schedule.stage[head] + (1 if back else -1)
             needed = f"{'B' if back else 'F'}{schedule.microbatch[head]} of stage {stage}"
             does = "sends" if schedule.has_communication else "runs"
-            yield _fault_at(
-                schedule,
-                head,
-                "deadlock",
-                f"cannot run {schedule.in_words(head)} before {needed}, which no rank {does}",
-            )
+            yield head, f"cannot run {schedule.in_words(head)} before {needed}, which no rank {does}"
 
     rank, seen = next((rank for rank in stuck if awaited[rank] >= 0), -1), []
     while rank >= 0 and rank not in seen:  # each stuck rank waits for one other
@@ -242,89 +210,55 @@ def _awaited(schedule: Schedule, ticks: np.ndarray, head: int) -> int:
     return NOTHING
 
 
-def _ticks(schedule: Schedule) -> Iterator[Fault]:
+def _ticks(schedule: Schedule) -> Found:
     """If ticks are part of the schedule: two actions in one tick, or an action before its input has arrived."""
     ticks, message = schedule.given_ticks, schedule.needs.message
     if ticks is None:
         return
     same_row = schedule.rank[1:] == schedule.rank[:-1]
     for index in (np.flatnonzero(same_row & (np.diff(ticks) <= 0)) + 1).tolist():
-        yield _fault_at(
-            schedule,
-            index,
-            "tick",
-            f"runs {schedule.in_words(index)} at tick {ticks[index]}, not after "
-            f"{schedule.in_words(index - 1)} at tick {ticks[index - 1]}",
-        )
+        before = f"not after {schedule.in_words(index - 1)} at tick {ticks[index - 1]}"
+        yield index, f"runs {schedule.in_words(index)} at tick {ticks[index]}, {before}"
     for index in np.flatnonzero((message >= 0) & (ticks <= ticks[np.maximum(message, 0)])).tolist():
         needed = int(message[index])
-        yield _fault_at(
-            schedule,
-            index,
-            "tick",
-            f"runs {schedule.in_words(index)} at tick {ticks[index]}, but "
-            f"{schedule.in_words(needed)}, which it needs, is run by rank {schedule.rank[needed]} at tick "
-            f"{ticks[needed]}; tick {ticks[needed] + 1} is the first possible",
-        )
+        when = f"is run by rank {schedule.rank[needed]} at tick {ticks[needed]}"
+        needs = f"{schedule.in_words(needed)}, which it needs, {when}; tick {ticks[needed] + 1} is the first possible"
+        yield index, f"runs {schedule.in_words(index)} at tick {ticks[index]}, but {needs}"
 
 
-def _transfers(schedule: Schedule) -> Iterator[Fault]:
+def _transfers(schedule: Schedule) -> Found:
     """Sends and receives that do not match: between two ranks they must have the same order at both ends."""
     ends = transfers(schedule) if schedule.has_communication else {}
     for a, b in sorted({(min(pair), max(pair)) for pair in ends}):
-        here, there = ends.get((a, b), []), ends.get((b, a), [])
-        for number in range(max(len(here), len(there))):
-            mine, theirs = (side[number] if number < len(side) else None for side in (here, there))
+        for number, (mine, theirs) in enumerate(zip_longest(ends.get((a, b), []), ends.get((b, a), []))):
             if mine is None or theirs is None or mine[0] != theirs[0]:
                 texts = [f"rank {rank} has {schedule.in_words(end[1]) if end else 'nothing'}"
                          for rank, end in ((a, mine), (b, theirs)) if rank >= 0]  # fmt: skip
-                index = next(end[1] for end in (mine, theirs) if end)
                 what = f"number {number} of what ranks {a} and {b} exchange: {' and '.join(texts)}"
-                yield _fault_at(
-                    schedule,
-                    index,
-                    "transfer",
-                    f"does not meet the other end as {what}; so they wait for each other forever",
-                )
+                index = next(end[1] for end in (mine, theirs) if end)
+                yield index, f"does not meet the other end as {what}; so they wait for each other forever"
                 break
 
 
-def _last_things(schedule: Schedule) -> Iterator[Fault]:
+def _last_things(schedule: Schedule) -> Found:
     """Anything after an optimizer step, and gradient sums before the last gradient."""
     for index in np.flatnonzero(schedule.kind == CODE["STEP"]).tolist():
         if index + 1 < schedule.offsets[schedule.rank[index] + 1]:
-            yield _fault_at(schedule, index, "order", f"takes its optimizer step before {schedule.in_words(index + 1)}")
+            yield index, f"takes its optimizer step before {schedule.in_words(index + 1)}"
     for index in np.flatnonzero(schedule.kind == CODE["REDUCE_GRAD"]).tolist():
         rest = np.arange(index + 1, int(schedule.offsets[schedule.rank[index] + 1]))
         late = rest[(schedule.stage[rest] == schedule.stage[index]) & np.isin(schedule.kind[rest], (B, W))]
         if late.size:
-            yield _fault_at(
-                schedule,
-                index,
-                "order",
-                f"sums the gradients of stage {schedule.stage[index]} before "
-                f"{schedule.in_words(int(late[0]))}, which adds to them",
-            )
+            before = f"{schedule.in_words(int(late[0]))}, which adds to them"
+            yield index, f"sums the gradients of stage {schedule.stage[index]} before {before}"
 
 
-def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Iterator[Fault]:
+def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Found:
     """Ranks that hold more activations than they may."""
     limits = memory_limits(limit, schedule.num_ranks)
     peaks = peak_activations(schedule)
     for rank in np.flatnonzero(peaks > limits + 1e-9).tolist():
-        rows = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
-        held = np.cumsum(activation_changes(schedule)[rows]) / schedule.stages_per_rank
+        held = np.cumsum(activation_changes(schedule)[schedule.rows[rank]]) / schedule.stages_per_rank
         index = int(schedule.offsets[rank] + np.argmax(held > limits[rank] + 1e-9))
-        yield _fault_at(
-            schedule,
-            index,
-            "memory",
-            f"holds more microbatches than its limit of {limits[rank]:g} from "
-            f"{schedule.in_words(index)} on; its peak is {peaks[rank]:g}",
-        )
-
-
-def _fault_at(schedule: Schedule, index: int, kind: str, what: str) -> Fault:
-    """The fault of the action at `index` of the columns; `what` continues a sentence that begins "rank 2 (index 5)"."""
-    rank, own = int(schedule.rank[index]), schedule.index_in_row(index)
-    return Fault(kind, rank, own, f"rank {rank} (index {own}) {what}")
+        since = f"from {schedule.in_words(index)} on; its peak is {peaks[rank]:g}"
+        yield index, f"holds more microbatches than its limit of {limits[rank]:g} {since}"

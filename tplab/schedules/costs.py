@@ -87,20 +87,15 @@ class Costs:
         if self.bandwidth == 0:
             raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
         if self.stage_costs is not None:
-            self._refuse_stage_costs(np.asarray(self.stage_costs, float))
+            if np.ndim(self.stage_costs) != 1 or not len(self.stage_costs):
+                raise ScheduleError(f"stage_costs is {self.stage_costs!r}; it must have one number for each stage")
+            for name in ("forward", "input_grad", "weight_grad", "full_backward"):
+                if np.ndim(getattr(self, name)):
+                    both = f"{name} has one figure for each stage, and stage_costs would multiply them"
+                    raise ScheduleError(f"{both}; leave stage_costs out")
         for name in ("overlap", "input_grad_frees"):
             if bool(np.any(np.asarray(getattr(self, name)) > 1)):
                 raise ScheduleError(f"{name} is {getattr(self, name)}; it is a part of a whole, 0 to 1")
-
-    def _refuse_stage_costs(self, parts: np.ndarray) -> None:
-        """Raise if `parts` is not a list, or if F, I, W or B already have one figure per stage."""
-        if parts.ndim != 1 or not len(parts):
-            raise ScheduleError(f"stage_costs is {self.stage_costs!r}; it must have one number for each stage")
-        for name in ("forward", "input_grad", "weight_grad", "full_backward"):
-            if np.ndim(getattr(self, name)):  # type: ignore[arg-type]
-                raise ScheduleError(
-                    f"{name} has one figure for each stage, and stage_costs would multiply them; leave stage_costs out"
-                )
 
     def by_stage(self, num_stages: int) -> np.ndarray:
         """The mean cost of the parts in each stage, from `stage_costs` [stages]. All ones if that is not given."""
@@ -124,7 +119,7 @@ class Costs:
         for code, names in ((F, ("forward",)), (I, ("input_grad",)), (W, ("weight_grad",)), (B, whole)):
             rows = np.flatnonzero(schedule.kind == code)
             for name in names if len(rows) else ():
-                duration[rows] += _of(getattr(self, name), schedule, rows, name)
+                duration[rows] += self.of_actions(name, schedule, rows)
         if self.stage_costs is not None and schedule.num_stages:
             computes = np.flatnonzero(schedule.kind <= max(COMPUTE))
             duration[computes] *= self.by_stage(schedule.num_stages)[np.maximum(schedule.stage[computes], 0)]
@@ -152,16 +147,21 @@ class Costs:
             )
         return sizes[np.clip(cut, 0, max(len(sizes) - 1, 0))]
 
-    def kept(self, schedule: Schedule) -> np.ndarray:
-        """Bytes of the activations of each action's stage and microbatch [actions]."""
-        return _of(self.activation, schedule, np.arange(len(schedule)), "activation")
-
-    def part_freed(self, schedule: Schedule) -> np.ndarray:
-        """The part of them that I of each action's stage frees [actions]."""
-        part = np.asarray(self.input_grad_frees, float)
-        if part.ndim and len(part) < schedule.num_stages:
-            raise ScheduleError(f"input_grad_frees has {len(part)} figures; there are {schedule.num_stages} stages")
-        return part[np.maximum(schedule.stage, 0)] if part.ndim else np.full(len(schedule), float(part))
+    def of_actions(self, name: str, schedule: Schedule, rows: np.ndarray | None = None) -> np.ndarray:
+        """The cost with this name for the actions at `rows`, or for all actions."""
+        table = np.asarray(getattr(self, name), float)
+        rows = np.arange(len(schedule)) if rows is None else rows
+        if table.ndim == 0:
+            share = 1.0 if name == "input_grad_frees" else schedule.stages_per_rank
+            return np.full(len(rows), float(table) / share)
+        wanted = (schedule.num_stages, schedule.num_microbatches)[: table.ndim]
+        if any(has < needs for has, needs in zip(table.shape, wanted)):
+            raise ScheduleError(
+                f"the cost {name} has shape {table.shape}; this schedule has {schedule.num_stages} stages and "
+                f"{schedule.num_microbatches} microbatches: give one number, [stages] or [stages, microbatches]"
+            )
+        stage = np.maximum(schedule.stage[rows], 0)
+        return table[stage] if table.ndim == 1 else table[stage, np.maximum(schedule.microbatch[rows], 0)]
 
 
 _DIMS = {"message_bytes": 1, "input_grad_frees": 1, "stage_costs": 1} | dict.fromkeys(
@@ -191,18 +191,3 @@ def _numbers(value: Any) -> np.ndarray | None:
     except ValueError:  # rows of different lengths
         return None
     return found.astype(float) if found.dtype.kind in "biuf" else None
-
-
-def _of(amount: Amount, schedule: Schedule, rows: np.ndarray, name: str) -> np.ndarray:
-    """`amount` for the actions at `rows`."""
-    table = np.asarray(amount, float)
-    if table.ndim == 0:
-        return np.full(len(rows), float(table) / schedule.stages_per_rank)
-    wanted = (schedule.num_stages, schedule.num_microbatches)[: table.ndim]
-    if table.ndim > 2 or any(has < needs for has, needs in zip(table.shape, wanted)):
-        raise ScheduleError(
-            f"the cost {name} has shape {table.shape}; this schedule has {schedule.num_stages} stages and "
-            f"{schedule.num_microbatches} microbatches: give one number, [stages] or [stages, microbatches]"
-        )
-    stage = np.maximum(schedule.stage[rows], 0)
-    return table[stage] if table.ndim == 1 else table[stage, np.maximum(schedule.microbatch[rows], 0)]

@@ -67,11 +67,20 @@ def compare(
     if isinstance(schedule, Simulation):
         if costs is not None:
             raise ScheduleError("this run was simulated with costs of its own; for other costs, give the schedule")
-        return _beside(_actions_only(schedule), trace, _times(schedule.schedule, trace, axis, batch), axis)
-    costs = measured_costs(schedule, trace, axis=axis, batch=batch) if costs is None else costs
-    took = _times(schedule, trace, axis, batch)
-    predicted = simulate(took.schedule if costs.overlap else _one_by_one(took.schedule), costs)
-    return _beside(predicted, trace, took, axis)
+        predicted, took = _actions_only(schedule), _times(schedule.schedule, trace, axis, batch)
+    else:
+        costs = measured_costs(schedule, trace, axis=axis, batch=batch) if costs is None else costs
+        took = _times(schedule, trace, axis, batch)
+        predicted = simulate(took.schedule if costs.overlap else _one_by_one(took.schedule), costs)
+    if predicted.costs.unit != trace.unit:
+        raise ScheduleError(
+            f"the prediction counts its time in {_UNITS[predicted.costs.unit]}, and the trace in {_UNITS[trace.unit]}; "
+            f"predict with measured_costs(schedule, trace), or with Costs(..., unit={trace.unit!r})"
+        )
+    return Comparison(**vars(took), predicted=predicted)
+
+
+_UNITS = {"s": "seconds", "steps": "steps"}
 
 
 def measured_strip(
@@ -88,38 +97,31 @@ def measured_strip(
     took = _times(run.schedule, trace, axis, batch)
     if (took.held < 0).any():
         raise ScheduleError("the trace does not say what its ranks held; it must be of a run of train_batch")
-    own = slice(*took.schedule.offsets[rank : rank + 2])
+    own = took.schedule.rows[rank]
     indices = np.flatnonzero(run.schedule.kind <= max(COMPUTE))[own]
     times = np.where(took.schedule.kind[own] == F, run.start[indices], run.end[indices])
     order = np.argsort(times, kind="stable")
     return np.append(0.0, times[order]), np.append(0.0, took.held[own][order])
 
 
-def _beside(predicted: Simulation, trace: Trace, took: _Times, axis: Axis) -> Comparison:
-    if predicted.costs.unit != trace.unit:
-        raise ScheduleError(
-            f"the prediction counts its time in {_UNITS[predicted.costs.unit]}, and the trace in {_UNITS[trace.unit]}; "
-            f"predict with measured_costs(schedule, trace), or with Costs(..., unit={trace.unit!r})"
-        )
-    origin = float(took.start.min())
-    return Comparison(
-        predicted,
-        took.start - origin,
-        took.end - origin,
-        took.busy,
-        origin,
-        took.ranks,
-        axis,
-        took.batch,
-        took.num_batches,
-    )
+@dataclass(frozen=True, eq=False)
+class _Times:
+    """What was measured of a `Comparison`, whose docstring explains it; held: the bytes that the rank then held."""
 
-
-_UNITS = {"s": "seconds", "steps": "steps"}
+    schedule: Schedule
+    start: np.ndarray
+    end: np.ndarray
+    busy: np.ndarray
+    held: np.ndarray
+    origin: float
+    ranks: tuple[int, ...]
+    axis: Axis
+    batch: int
+    num_batches: int
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(_Times):
     """When each action of a schedule ran: predicted, and measured (counted from the first start). Arrays are in the
     order of the schedule's columns.
 
@@ -130,14 +132,6 @@ class Comparison:
     """
 
     predicted: Simulation
-    start: np.ndarray
-    end: np.ndarray
-    busy: np.ndarray
-    origin: float
-    ranks: tuple[int, ...]
-    axis: Axis
-    batch: int
-    num_batches: int
 
     @property
     def makespan(self) -> float:
@@ -173,21 +167,6 @@ class Comparison:
         )
 
 
-@dataclass(frozen=True)
-class _Times:
-    """When each action started and ended, how long its rank was busy with it, and what the rank then held [actions of
-    `schedule`]; which ranks ran the rows, and which batch of how many this is."""
-
-    schedule: Schedule
-    start: np.ndarray
-    end: np.ndarray
-    busy: np.ndarray
-    held: np.ndarray
-    ranks: tuple[int, ...]
-    batch: int
-    num_batches: int
-
-
 def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
     """Follow each rank's row through the trace, once per batch if there are several."""
     schedule = schedule.compute_only()
@@ -208,10 +187,12 @@ def _times(schedule: Schedule, trace: Trace, axis: Axis, batch: int) -> _Times:
                 f"the trace has {len(runs)} batches of this schedule on rank {group[rank]}, so there is no batch "
                 f"{batch}; it must be the trace of a run of train_batch with it"
             )
-        first = int(schedule.offsets[rank])
-        columns[:, first : first + len(row)] = np.transpose(runs[batch])
+        columns[:, schedule.rows[rank]] = np.transpose(runs[batch])
         num_batches = max(num_batches, len(runs))
-    return _Times(schedule, start, end, busy, held, group, batch % max(num_batches, 1), num_batches)
+    origin, num_batches = float(start.min()), max(num_batches, 1)
+    return _Times(
+        schedule, start - origin, end - origin, busy, held, origin, group, axis, batch % num_batches, num_batches
+    )
 
 
 def _one_by_one(schedule: Schedule) -> Schedule:

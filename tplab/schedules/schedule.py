@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from tplab.errors import ScheduleError
 from tplab.schedules.action import CODE, COMPUTE, KINDS, Action, in_words
@@ -18,6 +20,9 @@ from tplab.units import counted
 
 _FEW = 1_000_000
 """A table of up to this many cells is never too large, however few of them are filled."""
+
+Row: TypeAlias = np.ndarray
+"""What a rank does, as ints [actions, 4]: kind, stage, microbatch, and whether it is joined to the one before."""
 
 
 class Schedule:
@@ -35,7 +40,7 @@ class Schedule:
 
     def __init__(
         self,
-        rows: Sequence[Iterable[Action] | np.ndarray],
+        rows: Sequence[Iterable[Action] | Row],
         placement: Placement | None = None,
         name: str = "",
         ticks: Sequence[int] | np.ndarray | None = None,
@@ -100,6 +105,11 @@ class Schedule:
         """Whether sends and receives are written out."""
         return bool(np.any((self.kind >= CODE["SEND_F"]) & (self.kind <= CODE["RECV_B"])))
 
+    @cached_property
+    def rows(self) -> list[slice]:
+        """Where the actions of each rank are in the columns."""
+        return [slice(a, b) for a, b in pairwise(self.offsets.tolist())]
+
     # --- reading -------------------------------------------------------------------------------------------------
 
     def index_in_row(self, index: int) -> int:
@@ -120,7 +130,7 @@ class Schedule:
         """The actions of each rank, in order, for an executor."""
         columns = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), self.joined.tolist())
         actions = [Action(KINDS[kind], stage, microbatch, joined) for kind, stage, microbatch, joined in columns]
-        return [tuple(actions[a:b]) for a, b in zip(self.offsets[:-1], self.offsets[1:])]
+        return [tuple(actions[row]) for row in self.rows]
 
     def by_tick(self) -> list[tuple[Action | None, ...]]:
         """The actions of each tick: one per rank, None where it is idle. Every action takes one tick."""
@@ -140,8 +150,7 @@ class Schedule:
     def slot(self) -> np.ndarray:
         """Which of its rank's stages each action belongs to, counted from 0; -1 if it has no stage [actions]."""
         slot = np.full(len(self), -1, np.int32)
-        for rank, held in enumerate(self.placement):
-            row = slice(self.offsets[rank], self.offsets[rank + 1])
+        for row, held in zip(self.rows, self.placement):
             for index, stage in enumerate(held):
                 slot[row][self.stage[row] == stage] = index
         return slot
@@ -152,6 +161,10 @@ class Schedule:
         return find_needs(
             self.kind, self.stage, self.microbatch, self.rank, self.joined, self.num_stages, self.num_microbatches
         )
+
+    def crosses(self, needs: np.ndarray) -> np.ndarray:
+        """Whether what each action needs, an index into the columns or below 0, is run by another rank [actions]."""
+        return (needs >= 0) & (self.rank[np.maximum(needs, 0)] != self.rank)
 
     @cached_property
     def earliest(self) -> np.ndarray:
@@ -192,7 +205,7 @@ class Schedule:
     def select(self, keep: np.ndarray, name: str | None = None) -> Schedule:
         """The schedule of the actions where `keep` is true, in the same order."""
         columns = self._array()
-        rows = [columns[a:b][keep[a:b]] for a, b in zip(self.offsets[:-1], self.offsets[1:])]
+        rows = [columns[row][keep[row]] for row in self.rows]
         ticks = None if self.given_ticks is None else self.given_ticks[keep]
         return Schedule(rows, self.placement, self.name if name is None else name, ticks)
 
@@ -266,7 +279,8 @@ class Schedule:
 
     def ticks_by_rank(self) -> list[list[int]]:
         """The tick of each action, in the order of `by_rank`."""
-        return [self.ticks[a:b].tolist() for a, b in zip(self.offsets[:-1], self.offsets[1:])]
+        ticks = self.ticks
+        return [ticks[row].tolist() for row in self.rows]
 
     def _array(self) -> np.ndarray:
         return np.stack([self.kind, self.stage, self.microbatch, self.joined], axis=1).astype(np.int32)
@@ -286,12 +300,18 @@ class Schedule:
 
     def _placed(self) -> Placement:
         """The stages of each row, in the order in which they appear."""
-        rows = [self.stage[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:])]
+        rows = [self.stage[row] for row in self.rows]
         return tuple(tuple(dict.fromkeys(row[row >= 0].tolist())) for row in rows)
 
 
-def _as_array(row: Iterable[Action] | np.ndarray) -> np.ndarray:
-    if isinstance(row, np.ndarray):
-        return row.reshape(-1, 4).astype(np.int32, copy=False)
-    cells = [(CODE[action.kind], action.stage, action.microbatch, action.joined) for action in row]
+def row(kind: ArrayLike, stage: ArrayLike, microbatch: ArrayLike) -> Row:
+    """The actions of these columns, joined to nothing; numbers are repeated to the length of the others."""
+    columns = np.broadcast_arrays(kind, stage, microbatch, 0)
+    return np.stack(columns, axis=-1).astype(np.int32).reshape(-1, 4)
+
+
+def _as_array(actions: Iterable[Action] | Row) -> Row:
+    if isinstance(actions, np.ndarray):
+        return actions.reshape(-1, 4).astype(np.int32, copy=False)
+    cells = [(CODE[action.kind], action.stage, action.microbatch, action.joined) for action in actions]
     return np.array(cells, np.int32).reshape(-1, 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from tplab.errors import ScheduleError
@@ -11,7 +9,7 @@ from tplab.schedules.action import CODE, MESSAGES
 from tplab.schedules.check import require_runnable
 from tplab.schedules.communication import with_optimizer_step
 from tplab.schedules.costs import Costs
-from tplab.schedules.needs import NOTHING
+from tplab.schedules.needs import MISSING, NOTHING
 from tplab.schedules.relax import Links, relax
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulation import Simulation
@@ -42,56 +40,38 @@ def simulate(
     if lockstep:
         return _in_lockstep(schedule, costs, optimizer)
 
-    plan = _Plan.of(schedule, costs)
-    end, sent = relax(plan.offsets, plan.needs, plan.lags, plan.duration, plan.links)
+    needs, duration, links = [schedule.needs.message], costs.durations(schedule), None
+    leader = np.arange(len(schedule))  # the first of each action's pair
+    if bool(schedule.joined.any()):
+        leader, duration = _paired(schedule, duration, costs.overlap)
+        needs.append(schedule.needs.partner)
+    crosses, carrying = [schedule.crosses(need) for need in needs], costs.carrying(schedule)
+    if costs.links == "free":
+        way = costs.transfer + carrying
+        lags = [crossing * way[np.maximum(need, 0)] for crossing, need in zip(crosses, needs)]
+    else:
+        lags = [crossing * costs.transfer for crossing in crosses]
+        links = _links(schedule, carrying, costs.links == "port")
+    end, sent = relax(schedule.offsets, needs, lags, duration, links)
     if not bool(np.isfinite(end).all()) or not _own_rows_in_order(schedule):
         require_runnable(schedule)
 
     arrival, waits_for = np.full(len(schedule), -np.inf), np.full(len(schedule), NOTHING)
-    for need, lag in zip(plan.needs, plan.lags):
+    for need, lag in zip(needs, lags):
         there = np.where(need < 0, -np.inf, sent[np.maximum(need, 0)] + lag)
         waits_for = np.where(there > arrival, need, waits_for)
         np.maximum(arrival, there, out=arrival)
     before = _end_before(schedule, end)
     start = np.maximum(before, arrival)
     waits_for = np.where(arrival > before, waits_for, NOTHING)
-    start, waits_for = start[plan.leader], waits_for[plan.leader]
-    after = _what_held_up(schedule, plan, end, sent, waits_for)
+    start, waits_for = start[leader], waits_for[leader]
+    after = _what_held_up(schedule, links, end, sent, waits_for)
     if optimizer == "together" and len(end):
         steps, others = schedule.kind == CODE["STEP"], schedule.kind != CODE["STEP"]
         after[np.flatnonzero(steps)] = np.argmax(np.where(others, end, -1.0)) if others.any() else -1
         start[steps] = end[others].max(initial=0.0)
         end[steps] = start[steps] + costs.optimizer_step
-    return Simulation(schedule, costs, start, end, plan.duration, sent, waits_for, after)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The arguments of `relax`, explained there. leader: the first of each action's pair [actions]."""
-
-    offsets: np.ndarray
-    needs: list[np.ndarray]
-    lags: list[np.ndarray]
-    duration: np.ndarray
-    leader: np.ndarray
-    links: Links | None
-
-    @classmethod
-    def of(cls, schedule: Schedule, costs: Costs) -> _Plan:
-        needs, duration = [schedule.needs.message], costs.durations(schedule)
-        leader = np.arange(len(schedule))
-        if bool(schedule.joined.any()):
-            leader, duration = _paired(schedule, duration, costs.overlap)
-            needs.append(schedule.needs.partner)
-        crosses = [(need >= 0) & (schedule.rank[np.maximum(need, 0)] != schedule.rank) for need in needs]
-        carrying = costs.carrying(schedule)
-        if costs.links != "free":
-            lags = [crossing * costs.transfer for crossing in crosses]
-            links = _links(schedule, carrying, costs.links == "port")
-        else:
-            way = costs.transfer + carrying
-            lags, links = [crossing * way[np.maximum(need, 0)] for crossing, need in zip(crosses, needs)], None
-        return cls(schedule.offsets, needs, lags, duration, leader, links)
+    return Simulation(schedule, costs, start, end, duration, sent, waits_for, after)
 
 
 def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:
@@ -103,7 +83,7 @@ def _end_before(schedule: Schedule, end: np.ndarray) -> np.ndarray:
 
 
 def _what_held_up(
-    schedule: Schedule, plan: _Plan, end: np.ndarray, sent: np.ndarray, waits_for: np.ndarray
+    schedule: Schedule, links: Links | None, end: np.ndarray, sent: np.ndarray, waits_for: np.ndarray
 ) -> np.ndarray:
     """What held up each action, then each action's message [2 actions], as an index into the same array. An action is
     held up by the message it waited for, or else by the previous action of its rank; a message by its action, or by
@@ -112,10 +92,10 @@ def _what_held_up(
     before = np.where(np.isin(indices, schedule.offsets[:-1]), NOTHING, indices - 1)
     action = np.where((waits_for < 0) | schedule.joined, before, waits_for + len(schedule))
     message = indices.copy()
-    if plan.links is not None:
-        order = np.argsort(plan.links.link, kind="stable")  # each link's messages, in the order of its rank's row
+    if links is not None:
+        order = np.argsort(links.link, kind="stable")  # each link's messages, in the order of its rank's row
         first, second = order[:-1], order[1:]
-        queues = (plan.links.link[first] == plan.links.link[second]) & (sent[first] > end[second])
+        queues = (links.link[first] == links.link[second]) & (sent[first] > end[second])
         message[second[queues]] = first[queues] + len(schedule)
     return np.concatenate([action, message])
 
@@ -153,8 +133,7 @@ def _own_rows_in_order(schedule: Schedule) -> bool:
     """Whether each action comes after what its own rank must have run before it."""
     indices = np.arange(len(schedule))
     for own in schedule.needs.own:
-        elsewhere = schedule.rank[np.maximum(own, 0)] != schedule.rank
-        if bool(np.any((own != NOTHING) & ((own > indices) | (own < 0) | elsewhere))):
+        if bool(np.any((own > indices) | (own == MISSING) | schedule.crosses(own))):
             return False
     return True
 
@@ -169,8 +148,7 @@ def _in_lockstep(schedule: Schedule, costs: Costs, optimizer: str | None) -> Sim
         ticks[steps] = ticks[~steps].max(initial=-1) + 1
     ticks = np.unique(ticks, return_inverse=True)[1]  # an empty tick takes no time
     message = schedule.needs.message
-    crosses = (message >= 0) & (schedule.rank[np.maximum(message, 0)] != schedule.rank)
-    producer = message[crosses]
+    producer = message[schedule.crosses(message)]
     num_ticks = int(ticks.max(initial=-1)) + 1
     length, travel = np.zeros(num_ticks), np.zeros(num_ticks)
     np.maximum.at(length, ticks, duration)

@@ -126,7 +126,7 @@ class Simulation:
         schedule, found = self.schedule, []
         first, last = float(self.start.min(initial=0.0)), float(self.end.max(initial=0.0))
         for rank in range(schedule.num_ranks):
-            rows = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
+            rows = np.arange(len(schedule))[schedule.rows[rank]]
             begins = np.append(self.start[rows], last)
             ends = np.maximum.accumulate(np.append(first, self.end[rows]))
             for gap in np.flatnonzero(begins > ends).tolist():
@@ -181,7 +181,7 @@ class Simulation:
         return self._staircase(rank, self._bytes())
 
     def _staircase(self, rank: int, change: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        rows = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
+        rows = self.schedule.rows[rank]
         change, takes = change[rows], change[rows] > 0
         times = np.where(takes, self.start[rows], self.end[rows])  # allocated when F begins, freed when W ends
         rows_that_change = np.flatnonzero(change)
@@ -189,7 +189,7 @@ class Simulation:
         return np.append(0.0, times[order]), np.append(0.0, np.cumsum(change[order]))
 
     def _bytes(self) -> np.ndarray:
-        kept, part = self.costs.kept(self.schedule), self.costs.part_freed(self.schedule)
+        kept, part = (self.costs.of_actions(name, self.schedule) for name in ("activation", "input_grad_frees"))
         kind = self.schedule.kind
         return np.select(
             [kind == F, kind == B, kind == I, kind == W], [kept, -kept, -part * kept, (part - 1) * kept], 0.0

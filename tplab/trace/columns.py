@@ -7,14 +7,14 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from tplab.errors import MeshError, TraceError
 from tplab.mesh import Mesh
-from tplab.trace.event import COLUMNS, KINDS
+from tplab.trace.event import COLUMNS, KINDS, Event
 
 NUMBERS: dict[str, type[np.generic]] = {
     "rank": np.int32,
@@ -34,14 +34,14 @@ NUMBERS: dict[str, type[np.generic]] = {
 STORED = tuple(name for name in COLUMNS if name != "values")
 """Fields with a column; values are kept by row, because few events have them."""
 
-DEFAULTS: dict[str, Any] = {"axis": None, "group": (), "peer": -1, "bytes": 0, "flops": 0, "shape": (), "dtype": ""}
-DEFAULTS |= {"message": -1, "step": -1, "chunk": -1, "contributors": (), "where": "", "held": -1}
-DEFAULTS |= {"phase": "", "reduction": "", "part": (), "types": "", "after": -1}
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in fields(Event) if field.default is not MISSING and field.name != "values"
+} | {"peer": -1}
 
 ABOUT = ("title", "framework", "clock", "unit", "cluster", "figures", "warnings", "chunks", "chunk_names")
 """Everything in a trace except its mesh and its events."""
 
-_TUPLES = ("group", "shape", "contributors", "part")
+_TUPLES = [name for name, default in DEFAULTS.items() if default == ()]
 
 
 class Codes(dict[Any, int]):

@@ -142,44 +142,25 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
     for journal in journals:
         for start, end, doing, held in journal.computed:
             op, where, label, _ = doing or _ANYTHING
-            recorder.add(
-                journal.rank,
-                "compute",
-                op,
-                start - origin,
-                end - origin,
-                chunk=chunk_of(label),
-                contributors=label.contributors,
-                where=where,
-                held=held,
-            )
+            about = {"chunk": chunk_of(label), "contributors": label.contributors, "where": where, "held": held}
+            recorder.add(journal.rank, "compute", op, start - origin, end - origin, **about)
         for op, start, end, axis, where in journal.waited:
-            recorder.add_wait(journal.rank, op, start - origin, end - origin, axis, where)
-    for sent, source in sorted(((sent, j.rank) for j in journals for sent in j.sent), key=_start_and_source):
-        receiver, said, label = journals[sent.target], sent.said, sent.said.label
+            recorder.add(journal.rank, "wait", op, start - origin, end - origin, axis=axis, where=where)
+    for sent, source in sorted(
+        ((sent, j.rank) for j in journals for sent in j.sent), key=lambda entry: (entry[0].start, entry[1])
+    ):
+        receiver, said = journals[sent.target], sent.said
         taken = receiver.received.get((source, said.group, said.number))
         arrival = receiver.end if taken is None else taken.time
-        span = sent.start - origin, max(sent.start, arrival) - origin
-        about = said.op, span, said.axis, said.group, said.bytes, said.shape, said.dtype, said.step
-        carried = chunk_of(label), label.contributors, said.values, said.where, said.phase
-        message = recorder.add_message(source, sent.target, *about, *carried)
+        times = {"start": sent.start - origin, "end": max(sent.start, arrival) - origin}
+        about = said.event() | {"peer": sent.target, "chunk": chunk_of(said.label), "part": ()}
+        message = recorder.add(source, "message", **times, **about)
         if taken is not None and (taken.where, taken.phase) != (said.where, said.phase):
             recorder.taken(message, taken.where, taken.phase)
     for journal in journals:
-        for added in journal.added:  # after the messages, which number the chunks
-            time = added.time - origin
-            recorder.add(
-                journal.rank,
-                "compute",
-                added.op,
-                time,
-                time,
-                shape=added.shape,
-                dtype=added.dtype,
-                chunk=chunk_of(added.label),
-                contributors=added.label.contributors,
-                values=added.values,
-            )
+        for op, time, shape, dtype, label, values in journal.added:  # after the messages, which number the chunks
+            about = {"shape": shape, "dtype": dtype, "chunk": chunk_of(label), "contributors": label.contributors}
+            recorder.add(journal.rank, "compute", op, time - origin, time - origin, values=values, **about)
     meetings: dict[tuple[Group, int], list[tuple[int, Met]]] = {}
     for journal in journals:
         for met in journal.met:
@@ -193,7 +174,3 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
 
 
 _ANYTHING = Doing("compute", "", UNKNOWN)
-
-
-def _start_and_source(entry: tuple[Sent, int]) -> tuple[float, int]:
-    return entry[0].start, entry[1]

@@ -24,11 +24,6 @@ class Label(NamedTuple):
 UNKNOWN = Label(-1, ())
 
 
-def of_collective(op: str, given: Sequence[Label], index: int, root: int = 0) -> Label:
-    """The label of what the rank at position `index` gets from a collective: see `of_all`."""
-    return of_all(op, given, root)[index]
-
-
 def of_all(op: str, given: Sequence[Label], root: int = 0) -> list[Label]:
     """The label of what each position gets from a collective, from the labels of all inputs.
 

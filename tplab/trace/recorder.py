@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ _BLOCK = 1 << 16
 _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contributors")
 _WIDTH = len(_NOTED)
 _FULL = _BLOCK * _WIDTH
-_FORMS = tuple(name for name in STORED if name not in (*_NOTED, "part", "types"))
+_SHARED = [name for name in STORED if name not in (*_NOTED, "part", "types", "after")]
+Form = namedtuple("Form", _SHARED, defaults=[DEFAULTS[name] for name in _SHARED if name in DEFAULTS])
 """The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase,
 reduction."""
 
@@ -51,7 +53,7 @@ class Recorder:
     def __init__(self, mesh: Mesh, title: str = "", framework: str = ""):
         self.mesh, self.title, self.framework = mesh, title, framework
         self._forms: dict[tuple[Any, ...], int] = {}  # a message's form has a negative number: ~number of its send
-        self._rows: list[tuple[Any, ...]] = []  # one per form; a send's row is followed by its receive's
+        self._rows: list[Form] = []  # one per form; a send's row is followed by its receive's
         self._notes: list[Any] = []  # one after the other, flat
         self._blocks: list[dict[str, np.ndarray]] = []
         self._contributors = Codes()
@@ -64,11 +66,6 @@ class Recorder:
         self._num_packed = 0
         self._num_messages = 0
 
-    def __len__(self) -> int:
-        """How many events there are."""
-        packed = sum(len(block["form"]) + int((block["form"] < 0).sum()) for block in self._blocks)
-        return packed + len(self._notes) // _WIDTH + sum(form < 0 for form in self._notes[::_WIDTH])
-
     def chunk(self, origin_rank: int, piece: int, name: str = "") -> int:
         """The number of the chunk that is piece `piece` of what `origin_rank` held; `name` is its name in the
         program."""
@@ -80,58 +77,32 @@ class Recorder:
     def rename(self, mesh: Mesh, axes: Mapping[str, str]) -> None:
         """Put the trace on `mesh`, which has the same ranks; `axes` maps the groups' old names to their new ones."""
         self.mesh = mesh
-        at = _FORMS.index("axis")
-        self._rows = [(*row[:at], axes.get(row[at], row[at]), *row[at + 1 :]) for row in self._rows]
+        self._rows = [row._replace(axis=axes.get(row.axis, row.axis)) for row in self._rows]
 
     def next_message(self) -> int:
         """A number for the events of one message, or one collective."""
         self._num_messages += 1
         return self._num_messages - 1
 
-    # --- by form -------------------------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------------------------
 
-    def form(
-        self,
-        rank: int,
-        kind: str,
-        op: str,
-        axis: str | None = None,
-        group: tuple[int, ...] = (),
-        peer: int | None = None,
-        flops: int = 0,
-        shape: tuple[int, ...] = (),
-        dtype: str = "",
-        where: str = "",
-        held: int = -1,
-        phase: str = "",
-        reduction: str = "",
-    ) -> int:
-        """The form of events that share these fields, for `note`."""
-        peer = -1 if peer is None else peer
-        row = rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction
-        return self._form(row, row)
+    def form(self, rank: int, kind: str, op: str, **shared: Any) -> int:
+        """The form of events that share these fields, for `note`. `shared` are further fields of `Form`.
 
-    def message_form(
-        self,
-        source: int,
-        target: int,
-        op: str,
-        axis: str,
-        group: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: str,
-        where: str,
-        phase: str = "",
-    ) -> int:
-        """The form of messages. Each is two events: the send on `source` and the receive on `target`."""
-        rest = 0, shape, dtype, where, -1, phase, ""
-        send = source, "send", op, axis, group, target, *rest
-        return ~self._form(("message", *send), send, (target, "receive", op, axis, group, source, *rest))
+        A form of the kind "message" is two events: the send on `rank` and the receive on `peer`.
+        """
+        return self._form(rank, kind, op, shared)
 
-    def _form(self, key: tuple[Any, ...], *rows: tuple[Any, ...]) -> int:
+    def _form(self, rank: int, kind: str, op: str, shared: dict[str, Any]) -> int:
+        key = rank, kind, op, *shared.items()
         number = self._forms.get(key)
         if number is None:
-            number = self._forms[key] = len(self._rows)
+            row = Form(rank, kind, op, **shared)
+            number, rows = len(self._rows), [row]
+            if kind == "message":
+                receive = row._replace(rank=row.peer, kind="receive", peer=rank)
+                number, rows = ~number, [row._replace(kind="send"), receive]
+            self._forms[key] = number
             self._rows += rows
         return number
 
@@ -158,24 +129,30 @@ class Recorder:
         if len(notes) >= _FULL:
             self._pack()
 
-    def note_wait(self, form: int, start: float, end: float) -> None:
-        """Record a wait of this form."""
-        self.note(form, start, end)
-
-    def note_message(
+    def add(
         self,
-        form: int,
+        rank: int,
+        kind: str,
+        op: str,
         start: float,
         end: float,
-        num_bytes: int,
-        step: int,
-        chunk: int,
-        contributors: tuple[int, ...],
-        values: np.ndarray | None,
+        *,
+        bytes: int = 0,
+        message: int = -1,
+        step: int = -1,
+        chunk: int = -1,
+        contributors: tuple[int, ...] = (),
+        values: np.ndarray | None = None,
+        part: tuple[int, ...] = (),
+        **shared: Any,
     ) -> int:
-        """Record a message of this form. Returns the number that it was given."""
-        message = self.next_message()
-        self.note(form, start, end, num_bytes, message, step, chunk, contributors, values)
+        """Record one event; the arguments are the fields of `Event`. Returns the number of its message.
+
+        The kind "message" records the send on `rank` and the receive on `peer`, with a number of their own.
+        """
+        form = self._form(rank, kind, op, shared)
+        message = self.next_message() if form < 0 else message
+        self.note(form, start, end, bytes, message, step, chunk, contributors, values, part)
         return message
 
     def taken(self, message: int, where: str, phase: str) -> None:
@@ -185,64 +162,6 @@ class Recorder:
     def lost(self, message: int) -> None:
         """Record that a message was never received."""
         self._lost.add(message)
-
-    # --- one by one ----------------------------------------------------------------------------------------------
-
-    def add(
-        self,
-        rank: int,
-        kind: str,
-        op: str,
-        start: float,
-        end: float,
-        *,
-        axis: str | None = None,
-        group: tuple[int, ...] = (),
-        peer: int | None = None,
-        bytes: int = 0,
-        flops: int = 0,
-        shape: tuple[int, ...] = (),
-        dtype: str = "",
-        message: int = -1,
-        step: int = -1,
-        chunk: int = -1,
-        contributors: tuple[int, ...] = (),
-        values: np.ndarray | None = None,
-        where: str = "",
-        held: int = -1,
-        phase: str = "",
-        reduction: str = "",
-        part: tuple[int, ...] = (),
-    ) -> None:
-        """Record one event; the arguments are the fields of `Event`."""
-        form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction)
-        self.note(form, start, end, bytes, message, step, chunk, contributors, values, part)
-
-    def add_message(
-        self,
-        source: int,
-        target: int,
-        op: str,
-        span: tuple[float, float],
-        axis: str,
-        group: tuple[int, ...],
-        num_bytes: int,
-        shape: tuple[int, ...],
-        dtype: str,
-        step: int,
-        chunk: int,
-        contributors: tuple[int, ...],
-        values: np.ndarray | None,
-        where: str,
-        phase: str = "",
-    ) -> int:
-        """Record a message: its send on `source` and its receive on `target`. Returns its number."""
-        form = self.message_form(source, target, op, axis, group, shape, dtype, where, phase)
-        return self.note_message(form, *span, num_bytes, step, chunk, contributors, values)
-
-    def add_wait(self, rank: int, op: str, start: float, end: float, axis: str, where: str, phase: str = "") -> None:
-        """Record that `rank` was idle from `start` to `end`."""
-        self.note_wait(self.form(rank, "wait", op, axis, where=where, phase=phase), start, end)
 
     # --- the trace -----------------------------------------------------------------------------------------------
 
@@ -290,7 +209,7 @@ class Recorder:
         codes = np.zeros(len(note_of), np.int32)
         codes[first[list(self._parts)]] = parts.of("part", list(self._parts.values()))
         columns["part"] = list(parts), codes
-        for name, given in zip(_FORMS, zip(*self._rows) if self._rows else [()] * len(_FORMS)):
+        for name, given in zip(_SHARED, zip(*self._rows) if self._rows else [()] * len(_SHARED)):
             if name in NUMBERS:
                 columns[name] = number_column(name, list(given), len(given))[form]
             else:
@@ -303,17 +222,10 @@ class Recorder:
                 columns[name] = list(table), codes
         rows = np.flatnonzero(np.isin(note_of, list(self._values)))
         values = {row: self._values[note] for row, note in zip(rows.tolist(), note_of[rows].tolist(), strict=True)}
-        about: dict[str, Any] = {
-            "title": self.title,
-            "framework": self.framework,
-            "clock": clock,
-            "unit": unit,
-            "cluster": cluster,
-        }
-        about["figures"] = figures
+        columns |= {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
         chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
         names = [self._chunk_names.get(number, "") for number in range(len(chunks))]
-        about |= {"warnings": warnings, "chunks": chunks, "chunk_names": names}
+        about = {"figures": figures, "warnings": warnings, "chunks": chunks, "chunk_names": names}
         return Trace.from_columns(self.mesh, values=values, **columns, **about)
 
     def _waits(self, times: When) -> dict[str, np.ndarray]:

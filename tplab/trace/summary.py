@@ -90,8 +90,11 @@ def _longest_waits(trace: Trace, count: int) -> str:
     longest: dict[tuple[str, str, str], list[Event]] = {}
     for wait in trace.select(kind="wait").events:
         longest.setdefault((wait.op, names.get(wait.axis or "", ""), wait.where), []).append(wait)
-    worst = sorted(((max(waits, key=_length), waits) for waits in longest.values()), key=lambda pair: -_length(pair[0]))
-    worst = [(wait, waits) for wait, waits in worst if _length(wait) > 0]
+    worst = sorted(
+        ((max(waits, key=lambda wait: wait.duration), waits) for waits in longest.values()),
+        key=lambda pair: -pair[0].duration,
+    )
+    worst = [(wait, waits) for wait, waits in worst if wait.duration > 0]
     lines = []
     for wait, waits in worst[:count]:
         num_ranks = len({other.rank for other in waits})
@@ -99,10 +102,6 @@ def _longest_waits(trace: Trace, count: int) -> str:
         others = f"; {num_ranks} ranks wait there" if num_ranks > 1 else ""
         lines.append(f"  rank {wait.rank}: {_time(trace, wait.duration)} in {wait.op} over {wait.axis}{at}{others}")
     return "longest waits:\n" + "\n".join(lines) if worst else ""
-
-
-def _length(event: Event) -> float:
-    return event.duration
 
 
 def _time(trace: Trace, time: float) -> str:

@@ -14,7 +14,6 @@ from tplab.mesh import Axis, Mesh
 from tplab.trace.columns import (
     ABOUT,
     DEFAULTS,
-    NUMBERS,
     STORED,
     Column,
     Words,
@@ -357,8 +356,6 @@ def with_types(trace: Trace, casts: Mapping[tuple[str, str, str], str]) -> Trace
 
     casts   (line, operation, phase) -> text
     """
-    columns: dict[str, Any] = {name: trace.column(name) if name in NUMBERS else trace.codes(name) for name in STORED}
-    tables = [columns[name] for name in ("where", "op", "phase")]
-    keys = zip(*([table[code] for code in codes.tolist()] for table, codes in tables), strict=True)
-    columns["types"] = [casts.get(key, "") for key in keys]
-    return Trace.from_columns(trace.mesh, values=trace.values, **columns, **trace.about())
+    keys = zip(*(trace.column(name) for name in ("where", "op", "phase")), strict=True)
+    types = column("types", [casts.get(key, "") for key in keys], len(trace))
+    return Trace(trace.mesh, trace._numbers | trace._words | {"types": types}, values=trace.values, **trace.about())

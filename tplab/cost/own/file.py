@@ -6,15 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tplab.cost.chip import Chip
 from tplab.cost.cluster import Cluster
-from tplab.cost.fabric import Error, Fabric
-from tplab.cost.fitted import Fitted
-from tplab.cost.kernels import Attention, Kernels, Tiles
-from tplab.cost.link import Link
-from tplab.cost.nccl import Nccl, Ratios
 from tplab.errors import ClusterError
 
 FORMAT = "tplab cluster 1"
@@ -34,7 +29,7 @@ def load(path: str | Path) -> Cluster:
             raise ClusterError(
                 f"{file} is not a cluster: its format is not {FORMAT!r}; python -m tplab.measure writes one"
             )
-        return _cluster(found)
+        return _made(Cluster, found)
     except OSError as error:
         raise ClusterError(f"{file} cannot be read: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -46,26 +41,25 @@ def load(path: str | Path) -> Cluster:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (Error, Ratios, Tiles)):
+    if hasattr(value, "_asdict"):
         return _plain(value._asdict())
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return [_plain(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
-def _cluster(found: dict[str, Any]) -> Cluster:
-    chip, fitted, fabric = found["chip"], found["fitted"], found["fabric"]
-    if chip["kernels"] is not None:
-        kernels = chip["kernels"]
-        tiles = {name: kernels[name] and Tiles(**kernels[name]) for name in ("wide", "narrow")}
-        chip["kernels"] = Kernels(
-            **kernels | tiles | {"attention": tuple(Attention(**one) for one in kernels["attention"])}
-        )
-    if fitted is not None:
-        nccl = Nccl(**fitted["nccl"] | {"ratios": Ratios(**fitted["nccl"]["ratios"])})
-        errors = {name: Error(**error) for name, error in fitted["errors"].items()}
-        fitted = Fitted(**fitted | {"nccl": nccl, "errors": errors})
-    if fabric is not None:
-        fabric = Fabric(**fabric | {"error": fabric["error"] and Error(**fabric["error"])})
-    links: dict[str, Any] = {name: found[name] and Link(**found[name]) for name in ("inner_link", "outer_link")}
-    return Cluster(**found | links | {"chip": Chip(**chip), "fitted": fitted, "fabric": fabric})
+def _made(kind: Any, found: Any) -> Any:
+    """A value of this type, from what `_plain` made of it."""
+    origin, of = get_origin(kind), [one for one in get_args(kind) if one is not type(None)]
+    if found is None:
+        return None
+    if origin in (Union, UnionType):
+        return _made(of[0], found)
+    if origin is tuple:
+        return tuple(_made(of[0], one) for one in found)
+    if origin is Mapping:
+        return {name: _made(of[1], one) for name, one in found.items()}
+    if not hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "_fields"):
+        return found
+    kinds = get_type_hints(kind)
+    return kind(**{name: _made(kinds[name], one) for name, one in found.items()})

@@ -21,12 +21,7 @@ from tplab.cost.own.fit import Row
 from tplab.errors import ClusterError
 
 _RANK = re.compile(r"#\s*Rank\s+(\d+)\b.*?\bon\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+(.*\S)")
-_NAMES = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-}
+_NAMES = {op.replace("all_to_all", "alltoall"): op for op in MEASURED}
 _TITLE = re.compile(rf"\b({'|'.join(_NAMES)})(?:_perf)?\b", re.IGNORECASE)
 _ROUNDED = 0.03
 """The tolerance for comparing bandwidths: they are printed with two decimals, so small ones are imprecise."""

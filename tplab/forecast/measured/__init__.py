@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tplab.cost import Cluster
+from tplab.forecast.cells import fields_of
 from tplab.forecast.clusters import cluster_of
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
@@ -68,59 +69,45 @@ class Run(NamedTuple):
 @cache
 def playbook() -> tuple[Run, ...]:
     """nanotron on 8 to 512 H100s. Runs with a pipeline are not fitted, because the engine was later replaced."""
-    batch, sequence, found = 256, 4096, list[Run]()
-    for row in _rows("playbook.csv"):
-        number: dict[str, Any] = {name: int(row[name]) for name in ("dp", "tp", "pp", "microbatch", "zero")}
-        plan = Plan(**number, sequence_parallel=number["tp"] > 1)
-        seconds = batch * sequence / (float(row["tokens_per_second_per_gpu"]) * plan.ranks)
-        about = (Model.find(row["model"]), plan, "h100-measured", batch, sequence, seconds)
-        found.append(Run("playbook", "nanotron", *about, float(row["memory_gb"]), row["clean"] == "1"))
-    return tuple(found)
+    of = {"source": "playbook", "stack": "nanotron", "cluster": "h100-measured", "batch": "256", "sequence": "4096"}
+    return tuple(
+        _run({**row, **of, "sequence_parallel": str(row["tp"] != "1"), "fitted": row["clean"]})
+        for row in _rows("playbook.csv")
+    )
 
 
 @cache
 def runs() -> tuple[Run, ...]:
     """Megatron on A100, H100 and B200; FSDP2; DeepSpeed. The table says which may be fitted."""
-    return tuple(_run(row) for row in _rows("runs.csv"))
-
-
-def _run(row: dict[str, str]) -> Run:
-    numbers = ("dp", "tp", "pp", "cp", "ep", "microbatch", "zero", "virtual")
-    switches = ("sequence_parallel", "overlap")
-    fields: dict[str, Any] = {name: int(row[name]) for name in numbers} | {name: row[name] == "1" for name in switches}
-    fields |= {name: row[name] or None for name in ("attention", "state_dtype")}
-    fields |= {"compiled": {"true": True, "false": False}.get(row["compiled"])}
-    sums = find_stack(row["stack"]).defaults["grad_dtype"]
-    plan = Plan(**fields, recompute=row["recompute"], dtype=row["dtype"], grad_dtype=sums)
-    model = Model.find(row["model"])
-    if row["layers"]:
-        model = replace(model, layers=int(row["layers"]), name=f"{model.name}, {row['layers']} layers")
-    about = (plan, row["cluster"], int(row["batch"]), int(row["sequence"]), float(row["seconds"]))
-    memory = float(row["memory_gib"]) * 2**30 / 1e9 if row["memory_gib"] else None
-    return Run(row["source"], row["stack"], model, *about, memory, row["fitted"] == "1", row["fabric"])
+    return tuple(map(_run, _rows("runs.csv")))
 
 
 @cache
 def foundry() -> tuple[Run, ...]:
     """torch FSDP, eager, on 8 to 512 A100s and H100s."""
-    found = list[Run]()
+    found, of = list[Run](), {"source": "llm-foundry", "stack": "fsdp", "compiled": "false", "fitted": "1"}
     for row in _rows("llmfoundry.csv"):
-        sequence, gpus, batch = (int(row[name]) for name in ("sequence", "gpus", "batch"))
-        model = replace(Model.find(row["model"]), positions=sequence)
-        plan = Plan(
-            dp=gpus,
-            microbatch=int(row["microbatch"]),
-            zero=int(row["zero"]),
-            recompute=row["recompute"],
-            dtype=row["dtype"],
-            compiled=False,
-        )
         chip, memory = row["gpu"].split("_")
-        cluster = f"{chip}-measured" if memory == "80gb" else f"{chip}-{memory}"
-        fabric = "infiniband-ndr" if chip == "h100" else ""
-        seconds = batch * sequence / (float(row["tokens_per_second_per_gpu"]) * gpus)
-        found.append(Run("llm-foundry", "fsdp", model, plan, cluster, batch, sequence, seconds, fabric=fabric))
+        row["cluster"] = f"{chip}-measured" if memory == "80gb" else f"{chip}-{memory}"
+        row["fabric"] = "infiniband-ndr" if chip == "h100" else ""
+        found.append(_run({**row, **of, "dp": row["gpus"], "positions": row["sequence"]}))
     return tuple(found)
+
+
+def _run(row: Mapping[str, str]) -> Run:
+    given = {name: cell for name, cell in row.items() if cell}
+    plan = Plan(**fields_of(Plan, given), grad_dtype=find_stack(given["stack"]).defaults["grad_dtype"])
+    model = replace(Model.find(given["model"]), **fields_of(Model, given))
+    if "layers" in given:
+        model = replace(model, name=f"{model.name}, {given['layers']} layers")
+    batch, sequence = int(given["batch"]), int(given["sequence"])
+    if "seconds" in given:
+        seconds = float(given["seconds"])
+    else:
+        seconds = batch * sequence / (float(given["tokens_per_second_per_gpu"]) * plan.ranks)
+    memory = float(given.get("memory_gib", 0)) * 2**30 / 1e9 or float(given.get("memory_gb", 0)) or None
+    about = (model, plan, given["cluster"], batch, sequence, seconds, memory, given["fitted"] == "1")
+    return Run(given["source"], given["stack"], *about, given.get("fabric", ""))
 
 
 def pairs(few: int, many: int, microbatch: int, ranks: int = 256) -> list[tuple[Run, Run]]:

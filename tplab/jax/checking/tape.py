@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tplab.jax.private import scan_sizes
-from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, opened, own_frames
+from tplab.jax.tracing.jaxprs import called, folded, frames_of, is_transposed, loop_parts, opened, own_frames
 from tplab.mesh import Mesh
 from tplab.sharding import P, join, split
 
@@ -138,7 +137,7 @@ class _Walk:
             if (body := called(eqn)) is not None:
                 return self.evaluate(body, given, within)
             if eqn.primitive.name == "scan" and eqn.params["length"] <= MOST_ROUNDS:
-                return self._scan(eqn.params, given, within)
+                return self._scan(eqn, given, within)
             if eqn.primitive.name == "shard_map":
                 return self._mapped(eqn.params, given, within)
             number, sources = len(self.nodes), [source for _, source in given]
@@ -152,9 +151,9 @@ class _Walk:
 
         return folded(inner, args, visit, given=lambda value, _: (value, None))
 
-    def _scan(self, params: Mapping[str, Any], given: Sequence[Any], path: Any) -> list[Any]:
-        (num_consts, num_carry), rounds = scan_sizes(dict(params)), range(params["length"])
-        consts, carry, xs = given[:num_consts], given[num_consts:][:num_carry], given[num_consts + num_carry :]
+    def _scan(self, eqn: Any, given: list[Any], path: Any) -> list[Any]:
+        params, (consts, carry, xs) = eqn.params, loop_parts(eqn, given)
+        num_carry, rounds = len(carry), range(params["length"])
         found, carried = list[list[Any]](), list[list[Any]]()
         for at in reversed(rounds) if params["reverse"] else rounds:
             parts = [self.note((*path, "part"), "part", [source], [x[at]])[0] for x, source in xs]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-_RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_RULES = {"custom_jvp_call", "custom_vjp_call"}
 
 
 def equal(one: Any, other: Any, for_gradients: bool = False) -> bool:

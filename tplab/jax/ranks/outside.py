@@ -13,26 +13,11 @@ import functools
 import hashlib
 import re
 import sys
+import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from types import (
-    BuiltinFunctionType,
-    ClassMethodDescriptorType,
-    CodeType,
-    FunctionType,
-    GenericAlias,
-    GetSetDescriptorType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-    SimpleNamespace,
-    UnionType,
-    WrapperDescriptorType,
-)
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -60,20 +45,25 @@ _UNSEEN_NAMES = {"__globals__", "__closure__", "cell_contents", "f_globals", "f_
 _PLAIN = {int, bool, str, bytes, type(None), range, type(Ellipsis), type(NotImplemented), Mesh, P}
 _PRINTED = {float, complex, slice}  # compared by what they print: 0.0 is not -0.0, and NaN is NaN
 _SEQUENCES = {list, tuple, deque, set, frozenset}
-_MAPPINGS = {dict, MappingProxyType, OrderedDict, defaultdict}
-_READ = (*_SEQUENCES, *_MAPPINGS, *_PLAIN, *_PRINTED, SimpleNamespace, object)
+_MAPPINGS = {dict, types.MappingProxyType, OrderedDict, defaultdict}
+_READ = (*_SEQUENCES, *_MAPPINGS, *_PLAIN, *_PRINTED, types.SimpleNamespace, object)
 """Types whose entire contents are read, also if a class written in Python inherits from them."""
 
-_OF_C = (GetSetDescriptorType, WrapperDescriptorType, MethodDescriptorType, ClassMethodDescriptorType)
+_OF_C = (
+    types.GetSetDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+)
 """Types of the members of a class written in C."""
 
 _UNCHANGING = (
-    CodeType,
-    GenericAlias,
-    UnionType,
-    MemberDescriptorType,
+    types.CodeType,
+    types.GenericAlias,
+    types.UnionType,
+    types.MemberDescriptorType,
     *_OF_C,
-    MethodWrapperType,
+    types.MethodWrapperType,
     type(NamedTuple("_", [("field", int)]).__dict__["field"]),
     re.Pattern,
     np.ufunc,
@@ -153,9 +143,9 @@ class Outside:
 
     def _parts(self, value: Any, kind: type) -> Sequence[Any]:
         """Note what must be compared of a value itself. Returns further objects that can be read through it."""
-        if kind is FunctionType:
+        if kind is types.FunctionType:
             return self._function(value)
-        if kind is BuiltinFunctionType:
+        if kind is types.BuiltinFunctionType:
             return self._builtin(value)
         if kind in _SEQUENCES or kind in _MAPPINGS:
             return self._items(value, kind)
@@ -163,7 +153,7 @@ class Outside:
             return self._numbers(np.asarray(value), kind)
         if isinstance(value, type):
             return self._class(value)
-        if isinstance(value, ModuleType):
+        if isinstance(value, types.ModuleType):
             self.is_known &= _is_of(value.__name__, _STATELESS)
             return ()
         if isinstance(value, _UNCHANGING):
@@ -171,7 +161,7 @@ class Outside:
         if isinstance(value, _WRAPPERS):
             return [*self._itself(value), value.__wrapped__]  # type: ignore[attr-defined]
         self._values.append(kind.__name__)
-        if kind is MethodType:
+        if kind is types.MethodType:
             return value.__func__, value.__self__
         if isinstance(value, functools.partial):
             return kind, value.func, value.args, value.keywords, vars(value)
@@ -191,12 +181,13 @@ class Outside:
         self._values.append(id(value))
         return ()
 
-    def _function(self, function: FunctionType) -> list[Any]:
+    def _function(self, function: types.FunctionType) -> list[Any]:
         code = function.__code__
         self._itself(code)
-        cells = dict(zip(code.co_freevars, map(_content, function.__closure__ or ()), strict=True))
+        closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        cells = {name: _held(attrgetter("cell_contents"), cell) for name, cell in closure}
         parts = [function.__defaults__, function.__kwdefaults__, vars(function)]
-        parts += [content for content in cells.values() if not isinstance(content, ModuleType)]
+        parts += [content for content in cells.values() if not isinstance(content, types.ModuleType)]
         if not _is_of(function.__globals__.get("__name__", ""), _TRUSTED):
             self.codes.append(id(code))
             self.is_known &= _UNSEEN_NAMES.isdisjoint(names_in(code))
@@ -212,7 +203,7 @@ class Outside:
 
     def _builtin(self, function: Any) -> Sequence[Any]:
         owner = function.__self__
-        if owner is None or isinstance(owner, ModuleType):
+        if owner is None or isinstance(owner, types.ModuleType):
             self.is_known &= _is_of(function.__module__ or "", _TRUSTED) and id(function) not in _UNSEEN
             return self._itself(function)
         self._values.append(function.__name__)  # a method is a new object at each access
@@ -250,10 +241,10 @@ class Outside:
         if not self.is_known:
             return []
         attributes = {
-            name: _slot(member, value)
+            name: _held(member.__get__, value)
             for base in kind.__mro__
             for name, member in vars(base).items()
-            if isinstance(member, MemberDescriptorType)
+            if isinstance(member, types.MemberDescriptorType)
         }
         worked_out = _worked_out(kind)
         own = getattr(value, "__dict__", {})
@@ -290,23 +281,17 @@ def _is_of(module: str, modules: set[str]) -> bool:
 def _beyond_modules(value: Any, attributes: Sequence[str]) -> list[Any]:
     """What code reads of the value of a name: all of it, but of a module only the attribute that the code names."""
     for attribute in attributes:
-        if not isinstance(value, ModuleType) or _is_of(value.__name__, _STATELESS):
+        if not isinstance(value, types.ModuleType) or _is_of(value.__name__, _STATELESS):
             break
         value = getattr(value, attribute, _NO_VALUE)
     return [value]
 
 
-def _content(cell: Any) -> Any:
+def _held(how: Callable[[Any], Any], value: Any) -> Any:
+    """What a cell or a slot holds."""
     try:
-        return cell.cell_contents
-    except ValueError:
-        return _NO_VALUE
-
-
-def _slot(member: Any, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:
+        return how(value)
+    except (AttributeError, ValueError):
         return _NO_VALUE
 
 
@@ -345,7 +330,7 @@ _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 
 
 @functools.lru_cache(maxsize=4096)
-def paths_in(code: CodeType) -> tuple[Path, ...]:
+def paths_in(code: types.CodeType) -> tuple[Path, ...]:
     """The globals and the variables of enclosing functions that the code reads, and the functions defined in it."""
     found: dict[Path, None] = {}
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
@@ -364,10 +349,10 @@ def paths_in(code: CodeType) -> tuple[Path, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> frozenset[str]:
+def names_in(code: types.CodeType) -> frozenset[str]:
     """All names of globals and attributes in the code, and in the functions defined in it."""
     return frozenset(code.co_names).union(*map(names_in, _defined_in(code)))
 
 
-def _defined_in(code: CodeType) -> list[CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+def _defined_in(code: types.CodeType) -> list[types.CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]

@@ -192,8 +192,10 @@ class Compiled:
             with random_key(key):
                 result = jax.tree.map(_array, fn(*structure.unflatten(arguments)))
             self.piece_shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(result)]
-            if program.out_specs is None:
-                return jax.tree.map(lambda leaf: _stackable(leaf, program.mesh.axis_names), result)
+            if program.out_specs is None:  # all ranks' results are concatenated along dim 0
+                return jax.tree.map(
+                    lambda leaf: vary(leaf if leaf.ndim else leaf.reshape(1), program.mesh.axis_names), result
+                )
             check_results(result, program.out_specs, program.mesh)
             return result
 
@@ -244,11 +246,6 @@ def _placed(array: Any, sharding: NamedSharding) -> Any:
     # Make a copy, because JAX may use NumPy's memory directly, and would see later writes to it until it has run.
     own = np.array(array, jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")))
     return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
-
-
-def _stackable(leaf: Any, axes: tuple[str, ...]) -> Any:
-    """A rank's result as a piece of an array that holds all ranks' results, concatenated along dim 0."""
-    return vary(leaf if leaf.ndim else leaf.reshape(1), axes)
 
 
 def is_shape(leaf: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -38,18 +38,6 @@ def kind_of_action(params: Mapping[str, Any]) -> str:
     """The kind of action of a call with these parameters, and the bytes it keeps, "F.1024"; "" if it is no action."""
     name = str(params.get("name", ""))
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""
-
-
-@dataclass(frozen=True)
-class _Doing:
-    """A rank's action: its name and place, the microbatch's chunk, its duration in steps, and the bytes that the rank
-    holds afterwards."""
-
-    op: str
-    where: str
-    chunk: int
-    seconds: float
-    held: int
 
 
 class Actions:
@@ -89,9 +77,10 @@ class Actions:
             self._held[rank] += int(keeps)
         doing = self._doing(kind, inputs[-_NUM_NUMBERS:], ranks)
         labels: list[Label | None] = [None] * self._num_ranks
-        for rank, about in doing.items():
-            self._passed[about.chunk].add(rank)
-            labels[rank] = Label(about.chunk, tuple(sorted(self._passed[about.chunk])))
+        for rank, task in doing.items():
+            chunk = task.labels[rank].chunk
+            self._passed[chunk].add(rank)
+            labels[rank] = Label(chunk, tuple(sorted(self._passed[chunk])))
         last = self._merged(first, tuple(sorted({*needs, *self._before})), doing)
         same = set(map(id, inputs))
         return [held.made_by(last, held.labels if id(held) in same else labels) for held in results]
@@ -102,16 +91,19 @@ class Actions:
         self._after.append(len(self._tasks) - 1)
         return self._after[-1]
 
-    def _doing(self, kind: str, numbers: list[Held], ranks: tuple[int, ...]) -> dict[int, _Doing]:
+    def _doing(self, kind: str, numbers: list[Held], ranks: tuple[int, ...]) -> dict[int, Task]:
+        """Each rank's action, with its label, its duration in steps, and the bytes that the rank holds afterwards; what
+        it computes is still to come."""
         values = [held.values() or [0] * self._num_ranks for held in numbers]
         found = {}
         for rank in ranks:
             stage, microbatch, origin, seconds = (column[rank] for column in values)
-            chunk = self._chunk(int(origin), int(microbatch))
-            found[rank] = _Doing(f"{kind}{microbatch}", f"stage {stage}", chunk, float(seconds), self._held[rank])
+            labels = {rank: Label(self._chunk(int(origin), int(microbatch)), ())}
+            about = {"labels": labels, "seconds": float(seconds), "held": self._held[rank]}
+            found[rank] = Task("compute", f"{kind}{microbatch}", (rank,), (), (), "", 0, f"stage {stage}", **about)
         return found
 
-    def _merged(self, first: int, tail: tuple[int, ...], doing: Mapping[int, _Doing]) -> tuple[int, ...]:
+    def _merged(self, first: int, tail: tuple[int, ...], doing: Mapping[int, Task]) -> tuple[int, ...]:
         """Merge the tasks of an action, from `first` on, into one task per rank; `tail` is what they need.
 
         If ranks communicate within an action, as in tensor parallelism, there is one task before and one after that.
@@ -119,7 +111,6 @@ class Actions:
         """
         made = self._tasks[first:]
         del self._tasks[first:]
-        seconds = {rank: about.seconds for rank, about in doing.items()}
         computing: list[Task] = []
         for task in [*made, None]:
             if task is not None and task.kind == "compute":
@@ -127,7 +118,8 @@ class Actions:
                 continue
             if computing or (task is None and len(self._tasks) == first):
                 begin = len(self._tasks)
-                self._tasks += [_one(computing, r, about, tail, seconds.pop(r, 0.0)) for r, about in doing.items()]
+                self._tasks += [_one(computing, action, tail) for action in doing.values()]
+                doing = {rank: replace(action, seconds=0.0) for rank, action in doing.items()}
                 computing, tail = [], tuple(range(begin, len(self._tasks)))
             if task is not None:
                 self._tasks.append(replace(task, needs=tail))
@@ -135,21 +127,8 @@ class Actions:
         return tail
 
 
-def _one(parts: list[Task], rank: int, about: _Doing, needs: tuple[int, ...], seconds: float) -> Task:
-    """Merge these parts into one task of one rank."""
-    main = max(parts, key=lambda part: part.flops, default=None)
-    shape, dtype = ((), "") if main is None else (main.shape, main.dtype)
-    return Task(
-        "compute",
-        about.op,
-        (rank,),
-        needs,
-        shape,
-        dtype,
-        sum(part.num_bytes for part in parts),
-        about.where,
-        sum(part.flops for part in parts),
-        labels={rank: Label(about.chunk, ())},
-        seconds=seconds,
-        held=about.held,
-    )
+def _one(parts: list[Task], action: Task, needs: tuple[int, ...]) -> Task:
+    """The action with the work of these parts: one task of one rank."""
+    main = max(parts, key=lambda part: part.flops, default=action)
+    work = {"num_bytes": sum(part.num_bytes for part in parts), "flops": sum(part.flops for part in parts)}
+    return replace(action, needs=needs, shape=main.shape, dtype=main.dtype, **work)

@@ -16,8 +16,16 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tplab.jax.private import scan_sizes
-from tplab.jax.tracing.jaxprs import LAYOUTS, called, equations_of, is_transposed, line_outside, opened
+from tplab.jax.tracing.jaxprs import (
+    LAYOUTS,
+    called,
+    equations_of,
+    is_transposed,
+    line_outside,
+    loop_parts,
+    opened,
+    product_dims,
+)
 
 _NOT_BY_ELEMENT = {
     "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "dot_general", "transpose", "gather",
@@ -34,13 +42,12 @@ Dims = tuple[int | None, ...]
 
 
 class Ask(NamedTuple):
-    """A request for a sharding: its line, or the result of the program; the spec; the number of dims of the array.
-    Inside vmap these describe the array as written, without the batch dim."""
+    """A request for a sharding: its line, or the result of the program, and the spec, with an entry for each dim of the
+    array. Inside vmap that is the array as written, without the batch dim."""
 
     line: str
     result: str
     spec: tuple[Any, ...]
-    num_dims: int
 
     @property
     def axes(self) -> set[str]:
@@ -169,15 +176,8 @@ class Asked:
         """The dim of a product's result that a dim of its operand becomes; None if the product sums over it."""
         if step.name != "dot_general" or not (given := set(starts) & set(step.reads)):
             return None
-        side = 0 if step.reads[0] in given else 1
-        summed, batch = step.eqn.params["dimension_numbers"]
-        free = [
-            [d for d in range(len(atom.aval.shape)) if d not in summed[n] and d not in batch[n]]
-            for n, atom in enumerate(step.eqn.invars)
-        ]
-        if dim in batch[side]:
-            return batch[side].index(dim)
-        return len(batch[0]) + side * len(free[0]) + free[side].index(dim) if dim in free[side] else None
+        dims = product_dims(step.eqn.params["dimension_numbers"], [atom.aval.ndim for atom in step.eqn.invars])
+        return dims[0 if step.reads[0] in given else 1][dim]
 
     def is_asked_whole(self, starts: Iterable[int]) -> bool:
         """Whether any request is for the whole array on every rank."""
@@ -259,32 +259,29 @@ class Asked:
         return outputs, inner.replace(jaxpr=numbered) if hasattr(inner, "consts") else numbered
 
     def _body(
-        self, eqn: Any, key: str, inner: Any, reads: Sequence[int], made: Sequence[int], line: str, backward: bool
+        self, eqn: Any, key: str, inner: Any, reads: list[int], made: Sequence[int], line: str, backward: bool
     ) -> Any:
         """Read a jaxpr that an equation runs. A scan passes rows and stacks results; loops feed their carry back."""
-        name, params, inputs = eqn.primitive.name, eqn.params, opened(inner)[0].invars
-        first, carried, row_dims = 1, range(0), 0
+        name, inputs = eqn.primitive.name, opened(inner)[0].invars
+        carry, row_dims = list[int](), int(name == "scan")
         if name == "scan":
-            num_consts, num_carry = scan_sizes(params)
-            first, carried, row_dims = num_consts + num_carry, range(num_consts, num_consts + num_carry), 1
-            given = [*reads[:first], *map(self._new, inputs[first:])]
-            for whole, row in zip(reads[first:], given[first:], strict=True):
+            consts, carry, wholes = loop_parts(eqn, reads)
+            rows = list(map(self._new, inputs[len(consts) + len(carry) :]))
+            given = [*consts, *carry, *rows]
+            for whole, row in zip(wholes, rows, strict=True):
                 self._links.setdefault(whole, []).append((row, -1))
         elif name == "while":
-            num_tests, num_consts = params["cond_nconsts"], params["body_nconsts"]
-            carried = range(num_tests + num_consts, len(reads))
-            own = range(num_tests) if key == "cond_jaxpr" else range(num_tests, num_tests + num_consts)
-            given = [reads[place] for place in (*own, *carried)]
+            tests, consts, carry = loop_parts(eqn, reads)
+            given = [*(tests if key == "cond_jaxpr" else consts), *carry]
         else:
             given = reads[1:] if name == "cond" else list(map(self._new, inputs))
         outputs, numbered = self._nested(inner, given, line, backward)
         if name == "shard_map" or key == "cond_jaxpr":
             return numbered
         for place, (output, result) in enumerate(zip(outputs, made, strict=True)):
-            around = place < len(carried)
+            around = carry[place : place + 1]
             self._links.setdefault(output, []).append((result, 0 if around else row_dims))
-            if around:
-                self._links[output].append((reads[carried[place]], 0))
+            self._links[output] += [(first, 0) for first in around]
         return numbered
 
     def _constraint(self, eqn: Any, jaxpr: Any, line: str, read: int, made: int) -> Any:
@@ -297,7 +294,7 @@ class Asked:
         for batched in reversed(_BATCHED.findall(str(eqn.source_info.name_stack))):
             del dims[int(batched)]
         line = line_outside(eqn, jaxpr, self._only_asks) or line
-        ask = Ask(line, "", tuple(spec[dim] for dim in dims), len(dims))
+        ask = Ask(line, "", tuple(spec[dim] for dim in dims))
         own = tuple(dims.index(dim) if dim in dims else None for dim in range(num_dims))
         self._asks.setdefault(read, []).append(Asking(ask, own, (made,)))
         for dim, names in zip(dims, self._specs.get(ask, ask.spec), strict=True):
@@ -312,7 +309,7 @@ class Asked:
                 continue
             num_dims = len(self._shapes[output])
             spec = (*sharding.spec, *[None] * (num_dims - len(sharding.spec)))
-            ask = Ask(line, str(paths[place]) if len(outputs) > 1 and place < len(paths) else "", spec, num_dims)
+            ask = Ask(line, str(paths[place]) if len(outputs) > 1 and place < len(paths) else "", spec)
             self._asks.setdefault(output, []).append(Asking(ask, tuple(range(num_dims)), ()))
             found[place] = _with_spec(sharding, self._specs.get(ask, spec))
         return tuple(found)

@@ -45,13 +45,16 @@ class CompiledCollective:
     origin: str
 
     def __str__(self) -> str:
-        times = "in a loop" if self.at_most is None else f"{self.at_most} x"
-        if self.at_most is not None and self.count is None:
-            times = f"at most {times}"
+        times = times_text(self.count, self.at_most)
         between = "->" if self.op == "ppermute" else ","
         ranks = " ".join(between.join(map(str, group)) for group in self.groups)
         kind = ", async" if self.is_async else ""
         return f"{times} {self.op} {self.dtype}{list(self.shape)}, {self.bytes:,} bytes, ranks {ranks}{kind}"
+
+
+def times_text(count: int | None, at_most: int | None) -> str:
+    """ "3 x", "at most 3 x", "in a loop"."""
+    return "in a loop" if at_most is None else f"{'at most ' * (count is None)}{at_most} x"
 
 
 class CompiledCollectives(tuple[CompiledCollective, ...]):
@@ -169,8 +172,6 @@ def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:
 
 def _bytes_sent(op: str, array: Array, num_ranks: int) -> int:
     """The bytes that a rank sends, derived from what it receives."""
-    if op == "ppermute":
-        return array.num_bytes
     elements, itemsize = array.units
     if op == "all_gather":
         elements //= num_ranks

@@ -24,11 +24,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec
 
 from tplab.errors import TraceError
-from tplab.jax.private import in_float64, is_float64, scan_sizes
+from tplab.jax.private import in_float64, is_float64
 from tplab.jax.ranks.context import vary, varying_axes, without_mesh
 from tplab.jax.ranks.program import Compiled, is_shape
 from tplab.jax.tracing.held import is_small
-from tplab.jax.tracing.jaxprs import called, equations_of, folded, inside, opened
+from tplab.jax.tracing.jaxprs import called, equations_of, folded, inside, loop_parts, opened
 
 MOST_ENTRIES = 16_384
 """The most entries that a program reports; later decisions are unknown."""
@@ -59,7 +59,7 @@ class Decisions:
     def run(self, compiled: Compiled, placed: Sequence[Any], seed: int) -> tuple[Any, Asked]:
         """Run `compiled` with these arguments. Returns its results, and a function that obtains the ranks' reports."""
         if self._form is None or any(map(is_shape, placed)):
-            return compiled(placed, seed), _nothing
+            return compiled(placed, seed), lambda: None
         # A program with effects must not run twice, and of several processes perhaps only one reads the trace.
         if self._has_effects or compiled.program.jax_mesh.is_multi_process:
             *outputs, reports = compiled(placed, seed, self._form)
@@ -162,10 +162,6 @@ def unknown(eqn: Any, where: str, why: str) -> TraceError:
     return TraceError(f"how often the while_loop at {where} runs is not known: {why}")
 
 
-def _nothing() -> None:
-    """The report of a program with nothing to report."""
-
-
 def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
     """The ids of the equations whose decision depends on the arguments, or on more numbers than we compute.
 
@@ -191,24 +187,19 @@ def _undecided(jaxpr: Any, given: Sequence[bool]) -> set[int]:
             outcomes = [follow(branch, inputs[1:]) for branch in params["branches"]]
             return [inputs[0] or any(column) for column in zip(*outcomes, strict=True)]
         if name == "scan":
-            consts, num_carry = scan_sizes(params)
-            carry = consts + num_carry
-            before, after = _settled(
-                inputs[consts:carry],
-                lambda state: follow(params["jaxpr"], [*inputs[:consts], *state, *inputs[carry:]]),
-            )
+            consts, carry, rows = loop_parts(eqn, inputs)
+            before, after = _settled(carry, lambda state: follow(params["jaxpr"], [*consts, *state, *rows]))
             return [*before, *after[len(before) :]]
         if name == "while":
-            first = params["cond_nconsts"]
-            second = first + params["body_nconsts"]
+            for_cond, for_body, carry = loop_parts(eqn, inputs)
 
             def once(state: list[bool]) -> list[bool]:
-                (goes_on,) = follow(params["cond_jaxpr"], [*inputs[:first], *state])
+                (goes_on,) = follow(params["cond_jaxpr"], [*for_cond, *state])
                 if goes_on:
                     found.add(id(eqn))
-                return [goes_on or new for new in follow(params["body_jaxpr"], [*inputs[first:second], *state])]
+                return [goes_on or new for new in follow(params["body_jaxpr"], [*for_body, *state])]
 
-            return _settled(inputs[second:], once)[0]
+            return _settled(carry, once)[0]
         return [any(inputs) or "callback" in name] * len(eqn.outvars)
 
     follow(jaxpr, [value or not is_small(v.aval) for v, value in zip(jaxpr.invars, given, strict=True)])
@@ -280,51 +271,39 @@ class _Reporter:
         return lax.switch(index, ways, report, *operands)
 
     def _while(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
-        params, first = eqn.params, eqn.params["cond_nconsts"]
-        second = first + params["body_nconsts"]
-        for_cond, for_body, carry = values[:first], values[first:second], values[second:]
+        params, (for_cond, for_body, carry) = eqn.params, loop_parts(eqn, values)
         place, reports = report[0] + 1, id(eqn) in self._reported
         if reports:
             report = _written(report, place, place * 0)
-        # A condition cannot return a report, so one that reports is moved to before the loop, and into the body.
-        cond_reports = self._count(params["cond_jaxpr"]) > 0
 
         def condition(carry: Any, report: Array) -> tuple[Any, Array]:
             (goes_on,), report = self.run(params["cond_jaxpr"], [*for_cond, *carry], report)
             return goes_on, report
 
         def body(state: Any) -> Any:
-            times, goes_on, report, carry = state
+            times, _, report, carry = state
             carry, report = self.run(params["body_jaxpr"], [*for_body, *carry], report)
-            if cond_reports:
-                goes_on, report = condition(carry, report)
-            return times + reports, goes_on, report, carry
+            return times + reports, *condition(carry, report), carry
 
-        goes_on = None
-        if cond_reports:
-            goes_on, report = condition(carry, report)
-        times, _, report, carry = lax.while_loop(
-            lambda state: state[1] if cond_reports else condition(state[3], state[2])[0],
-            body,
-            (place * 0, goes_on, report, carry),
-        )
+        # A condition cannot return a report, so it is moved to before the loop, and into the body.
+        first = place * 0, *condition(carry, report), carry
+        times, _, report, carry = lax.while_loop(lambda state: state[1], body, first)
         if reports:
             report = lax.dynamic_update_index_in_dim(report, times, place, 0)
         return carry, report
 
     def _scan(self, eqn: Any, values: list[Any], report: Array) -> tuple[Sequence[Any], Array]:
-        params, (first, num_carry) = eqn.params, scan_sizes(eqn.params)
-        second = first + num_carry
+        params, (consts, carry, rows) = eqn.params, loop_parts(eqn, values)
 
         def body(state: Any, row: Any) -> Any:
-            carry, report = state
-            outputs, report = self.run(params["jaxpr"], [*values[:first], *carry, *row], report)
-            return (outputs[:num_carry], report), outputs[num_carry:]
+            state, report = state
+            outputs, report = self.run(params["jaxpr"], [*consts, *state, *row], report)
+            return (outputs[: len(state)], report), outputs[len(state) :]
 
         (carry, report), rows = lax.scan(
             body,
-            (values[first:second], report),
-            values[second:],
+            (carry, report),
+            rows,
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],

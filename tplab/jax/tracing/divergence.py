@@ -7,9 +7,7 @@ because they all decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from tplab.errors import DeadlockError, TraceError
@@ -20,6 +18,7 @@ from tplab.jax.tracing.held import Held, PerRank
 from tplab.jax.tracing.jaxprs import equations_of, inside, line_of, opened
 from tplab.jax.tracing.walk import Ranks, Walk
 from tplab.mesh import Mesh
+from tplab.units import counted, ranks_text
 
 
 def refuse_divergence(jaxpr: Any, mesh: Mesh) -> None:
@@ -74,7 +73,7 @@ def _ways(jaxpr: Any, mesh: Mesh, eqn: Any) -> str:
     """Which ranks take which path, if that can be known without the program's arguments, otherwise ""."""
     asking = _Reaching(mesh, eqn)
     with suppress(_Reached, TraceError):
-        asking.run(jaxpr, (), [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
+        asking.run(jaxpr, [Held.known(variable.aval, None) for variable in jaxpr.invars], tuple(mesh.ranks), "?")
     return asking.answer
 
 
@@ -86,46 +85,31 @@ class _Reaching(Walk):
     """A walk up to one equation, to see which path each rank takes there."""
 
     def __init__(self, mesh: Mesh, eqn: Any):
-        super().__init__(mesh, _no_chunk, Reports(frozenset(), None, mesh.size))
+        super().__init__(mesh, lambda *_: 0, Reports(frozenset(), None, mesh.size))
         self._eqn, self.answer = eqn, ""
 
     def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         if eqn is not self._eqn:
-            return _or_unknown(eqn, partial(super()._cond, eqn, inputs, ranks, where))
+            return super()._cond(eqn, inputs, ranks, where)
         if (values := inputs[0].values()) is not None:
             groups = {int(values[rank]): [r for r in ranks if values[r] == values[rank]] for rank in ranks}
             self.answer = ": " + "; ".join(f"{_do(groups[way], 'take')} branch {way}" for way in sorted(groups))
         raise _Reached
 
-    def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
-        if eqn is not self._eqn:
-            return _or_unknown(eqn, partial(super()._while, eqn, inputs, ranks, where))
-        return super()._while(eqn, inputs, ranks, where)
+    def _must_know(self, eqn: Any) -> bool:
+        """The results of any other branch or loop may be unknown: the program's arguments may decide there."""
+        return eqn is self._eqn
 
     def _goes_on(self, eqn: Any, decision: Held, times: int, ranks: Ranks, where: str) -> PerRank:
         values = super()._goes_on(eqn, decision, times, ranks, where)
         leaving = [rank for rank in ranks if not values[rank]]
         if eqn is self._eqn and 0 < len(leaving) < len(ranks):
             staying = [rank for rank in ranks if values[rank]]
-            turns = "1 turn" if times == 1 else f"{times} turns"
-            self.answer = f": {_do(leaving, 'leave')} it after {turns}, and {_do(staying, 'go')} on"
+            self.answer = f": {_do(leaving, 'leave')} it after {counted(times, 'turn')}, and {_do(staying, 'go')} on"
             raise _Reached
         return values
 
 
-def _no_chunk(origin_rank: int, piece: int, name: str = "") -> int:
-    return 0
-
-
-def _or_unknown(eqn: Any, run: Callable[[], list[Held]]) -> list[Held]:
-    """The results of a branch or a loop; unknown values if the program's arguments decide there."""
-    try:
-        return run()
-    except TraceError:
-        return [Held(variable.aval) for variable in eqn.outvars]
-
-
 def _do(ranks: list[int], verb: str) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} {verb}{'es' if verb.endswith('o') else 's'}"
-    return f"ranks {', '.join(map(str, ranks))} {verb}"
+    ending = "" if len(ranks) > 1 else "es" if verb.endswith("o") else "s"
+    return f"{ranks_text(ranks)} {verb}{ending}"

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tplab.jax.tracing.asked import COPIES, Ask, Asked, Asking, Equation, axes_of
-from tplab.jax.tracing.compiled import Run, runs_of
+from tplab.jax.tracing.compiled import Run, runs_of, times_text
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.flow import Flow, Spot, axes_along, axes_in_order
 from tplab.jax.tracing.lowered import compiled_for
@@ -70,8 +70,7 @@ class Explained:
         return self.causes[0].where
 
     def __str__(self) -> str:
-        times = "in a loop: " if self.at_most is None else f"{self.at_most} x "
-        times = f"at most {times}" if self.at_most is not None and self.count is None else times
+        times = f"{times_text(self.count, self.at_most)}{':' * (self.at_most is None)} "
         backward = ", in the backward pass" if self.is_backward else ""
         lines = [f"{times}{self.op} along {self.axis}, {self.bytes:,} B{' each' * (self.count != 1)}{backward}"]
         texts = [

@@ -265,13 +265,9 @@ class Flow:
                     pending.append(Spot(computation, user))
                 elif user.op in ("fusion", "call"):
                     pending += self._parameters(user.called("calls", "to_apply")[0], [user.operands.index(one.name)])
-                elif _takes(user, numbers):
+                elif user.op == "get-tuple-element" and user.index in numbers:
                     found.append(Spot(computation, user))
         return found
-
-
-def _takes(one: Instruction, numbers: list[int]) -> bool:
-    return one.op == "get-tuple-element" and one.index in numbers
 
 
 # --- axes of the mesh -------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, Protocol
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tplab.jax.tracing.jaxprs import loop_parts
 from tplab.trace.label import UNKNOWN, Label
 
 MOST_ELEMENTS = 4096
@@ -24,28 +26,22 @@ Rule = Callable[[list[PerRank]], list[PerRank]]
 """The values of some variables on every rank -> those of the variables computed from them."""
 
 
-class Chunk(Protocol):
-    """The number of the chunk that is piece `piece` of what a rank held, known in the program as `name`."""
-
-    def __call__(self, origin_rank: int, piece: int, name: str = "") -> int: ...
-
-
+@dataclass(slots=True, eq=False)
 class _Node:
     """A computation that is carried out when its results are first needed."""
 
-    __slots__ = ("inputs", "results", "rule")
-
-    def __init__(self, inputs: Sequence[Held], rule: Rule):
-        self.inputs, self.rule = inputs, rule
-        self.results: list[PerRank] | None = None
+    inputs: Sequence[Held]
+    rule: Rule
+    results: list[PerRank] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Held:
-    """The contents of one variable.
+    """The contents of one variable of type `aval`.
 
-    shape, dtype   of each rank's array
     needs          the tasks that must have ended on a rank before it exists there
     labels         each rank's label; None if the data is the rank's own
+    shape, dtype   of each rank's array
     sent           the label under which a rank's own data was first sent
     is_scalar      whether it is a single number, or one number repeated, rather than data of a rank
     is_literal     whether it is a literal of the program
@@ -53,40 +49,29 @@ class Held:
     moved          the equation and its inputs, if it only selects or reorders elements
     """
 
-    __slots__ = (
-        "_node",
-        "_place",
-        "_values",
-        "dtype",
-        "is_literal",
-        "is_scalar",
-        "labels",
-        "moved",
-        "name",
-        "needs",
-        "sent",
-        "shape",
-    )
+    aval: InitVar[Any]
+    after_tasks: InitVar[Iterable[int]] = ()
+    labels: Sequence[Label | None] | None = None
+    needs: tuple[int, ...] = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+    dtype: Any = field(init=False)
+    sent: dict[int, Label] = field(default_factory=dict, init=False)
+    is_scalar: bool = field(init=False)
+    is_literal: bool = False
+    name: str = ""
+    moved: tuple[Any, Sequence[Held]] | None = None
+    _values: PerRank | None = None
+    _node: _Node | None = None
+    _place: int = 0
 
-    def __init__(self, aval: Any, needs: Iterable[int] = (), labels: Sequence[Label | None] | None = None):
-        self.shape, self.dtype = tuple(aval.shape), aval.dtype
-        self.needs = tuple(sorted(set(needs)))
-        self.labels = labels
-        self.sent: dict[int, Label] = {}
-        self.is_scalar = not self.shape
-        self.is_literal = False
-        self.name = ""
-        self.moved: tuple[Any, Sequence[Held]] | None = None
-        self._values: PerRank | None = None
-        self._node: _Node | None = None
-        self._place = 0
+    def __post_init__(self, aval: Any, after_tasks: Iterable[int]):
+        self.shape, self.dtype, self.is_scalar = tuple(aval.shape), aval.dtype, not aval.shape
+        self.needs = tuple(sorted(set(after_tasks)))
 
     @classmethod
     def known(cls, aval: Any, values: PerRank | None) -> Held:
         """An input variable, with its values on every rank, or None."""
-        held = cls(aval)
-        held._values = values if is_small(held) else None
-        return held
+        return cls(aval, _values=values if is_small(aval) else None)
 
     @property
     def size(self) -> int:
@@ -228,9 +213,9 @@ class Needed:
 
     def later(self, held: Held) -> bool:
         """Whether a later equation reads it, or a later iteration of the current loop."""
-        eqn, params = self._eqns[self.now], self._eqns[self.now].params
-        counts = (params.get(name, 0) for name in ("num_consts", "cond_nconsts", "body_nconsts"))
-        again = eqn.invars[: sum(counts)] if eqn.primitive.name in ("scan", "while") else ()
+        eqn, name = self._eqns[self.now], self._eqns[self.now].primitive.name
+        consts, more, _ = loop_parts(eqn, eqn.invars) if name in ("scan", "while") else ([], [], [])
+        again = consts + more if name == "while" else consts
         later = [atom for atom, place in self._last.items() if place > self.now]
         return any(self._held.get(atom) is held for atom in (*again, *later) if not hasattr(atom, "val"))
 

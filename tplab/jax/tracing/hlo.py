@@ -271,15 +271,13 @@ def _along_axes(mesh: str, devices: str | None, axes: str) -> Groups:
             shape += [start // before, length]
             before = start * length
         shape.append(size // before)
-    ids = np.arange(math.prod(sizes.values())) if devices is None else _devices(devices)
+    ids = np.arange(math.prod(sizes.values()))
+    if devices is not None:
+        ids = iota(devices) if devices.startswith("[") else np.array(_numbers(devices))
     inner = [places[part[1], int(part[2] or 1)] for part in parts if part]
     outer = [dim for dim in range(len(shape)) if dim not in inner]
     length = math.prod(shape[dim] for dim in inner)
     return tuple(tuple(row) for row in ids.reshape(shape).transpose(outer + inner).reshape(-1, length).tolist())
-
-
-def _devices(text: str) -> np.ndarray:
-    return iota(text) if text.startswith("[") else np.array(_numbers(text))
 
 
 def _table(text: str, name: str) -> dict[str, str]:

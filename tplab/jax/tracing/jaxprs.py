@@ -6,17 +6,18 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from tplab.jax.private import scan_sizes
 from tplab.lines import line_text
 
 _CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "tplab_linear", "tplab_quantized_all_gather", "tplab_quantized_reduce_scatter",
-    "tplab_unit", "tplab_unit_tangent",
+    "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "tplab_linear",
+    "tplab_quantized_all_gather", "tplab_quantized_reduce_scatter", "tplab_unit", "tplab_unit_tangent",
 }  # fmt: skip
 
 LAYOUTS = {"reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast"}
@@ -32,13 +33,32 @@ def called(eqn: Any) -> Any:
     None if it calls none, or not exactly once."""
     if eqn.primitive.name not in _CALLS:
         return None
-    params = eqn.params
-    return params["call_jaxpr"] if "call_jaxpr" in params else params.get("jaxpr", params.get("fun_jaxpr"))
+    return eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params.get("jaxpr")
 
 
 def opened(inner: Any) -> tuple[Any, list[Any]]:
     """A jaxpr, open or closed, as (open jaxpr, its constants)."""
     return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "consts") else (inner, [])
+
+
+def loop_parts(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The operands of a scan: constants, carry, rows; or of a while: its condition's constants, its body's, carry."""
+    is_scan, params = eqn.primitive.name == "scan", eqn.params
+    first, second = scan_sizes(params) if is_scan else (params["cond_nconsts"], params["body_nconsts"])
+    return operands[:first], operands[first : first + second], operands[first + second :]
+
+
+def product_dims(numbers: Any, ndims: Sequence[int]) -> tuple[tuple[int | None, ...], ...]:
+    """Where the dims of both operands of a product are in its result; None: they are summed. The batch dims come first,
+    then the free dims of the left operand, then those of the right."""
+    contracting, batch = numbers
+    free = count(len(batch[0]))
+    at = [
+        {dim: n for n, dim in enumerate(shared)} | dict.fromkeys(summed) for summed, shared in zip(contracting, batch)
+    ]
+    return tuple(
+        tuple(known[dim] if dim in known else next(free) for dim in range(ndim)) for known, ndim in zip(at, ndims)
+    )
 
 
 def folded(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tplab.cost.clock import Clock, Request
 from tplab.cost.cluster import Cluster
-from tplab.cost.links import Links, Route
+from tplab.cost.links import Links
 from tplab.jax.tracing.tasks import Task
 
 
@@ -55,9 +56,9 @@ class Timing:
         self._tasks, self._cluster, self._num_ranks = tasks, cluster, num_ranks
         self.spans: list[dict[int, Span]] = [{} for _ in tasks]
         self.after: dict[Part, Part] = {}
-        self._links = Links(cluster)
-        self._clock = Clock(self._happens, self._booked, self._links.share)
-        self._routes: dict[Any, Route] = {}
+        links = Links(cluster)
+        self._message, self._collective = cache(links.message), cache(links.collective)
+        self._clock = Clock(self._happens, self._booked, links.share)
         self._in_step: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[float, Part]]] = {}  # messages left, the last
         self._arrivals: list[list[tuple[float, int, Part]]] = [[] for _ in range(num_ranks)]
         self._queues: list[list[tuple[int, float, Part]]] = [
@@ -177,16 +178,9 @@ class Timing:
         `members` are the ranks that wait for it; for a message also its receiver."""
         task = self._tasks[number]
         is_message = task.kind == "message"
-        key = ranks, task.num_bytes, "" if is_message else task.costs
-        route = self._routes.get(key)
-        if route is None:
-            links, size = self._links, task.num_bytes
-            if is_message:
-                route = links.message(ranks[0], ranks[1], size)
-            else:
-                route = links.collective(task.costs, size, ranks)
-            self._routes[key] = route
-        said = task.where, task.op, task.num_bytes, task.axis
+        size = task.num_bytes
+        route = self._message(*ranks, size) if is_message else self._collective(task.costs, size, ranks)
+        said = task.where, task.op, size, task.axis
         places = dict.fromkeys(ranks[:1] if is_message else ranks, number)
         self._clock.ask(Request(route, ready, said, places, (number, ranks, members), after))
 

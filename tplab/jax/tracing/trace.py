@@ -49,7 +49,7 @@ def trace_of(
         inputs = [Held.known(variable.aval, _pieces(*given, variable.aval, mesh)) for variable, given in pieces]
         for held, name in zip(inputs, decisions.names(compiled.names), strict=True):
             held.name = name
-        results = walk.run(decisions.jaxpr, (), inputs, tuple(mesh.ranks), "?")
+        results = walk.run(decisions.jaxpr, inputs, tuple(mesh.ranks), "?")
         return recorded(recorder, walk.tasks, _alive(walk, results), cluster, record)
 
 
@@ -121,7 +121,7 @@ class _Taking:
                 self._compute(number, task, spans, timed)
         for rank, start, end, number, after in times.waits():
             task = tasks[number]
-            self.recorder.add_wait(rank, task.op, start, end, task.axis, task.where, task.phase)
+            self.recorder.add(rank, "wait", task.op, start, end, axis=task.axis, where=task.where, phase=task.phase)
             self.parts.append(after)
 
     def after(self, times: Timing) -> list[int]:
@@ -147,19 +147,16 @@ class _Taking:
                 about = {"chunk": label.chunk, "contributors": label.contributors, "values": self._values(task, rank)}
             if timed:
                 about |= {"bytes": task.num_bytes, "flops": task.flops}
-            self.parts.append((number, rank))
-            self.recorder.add(rank, "compute", task.op, *span, held=task.held, **_about(task), **about)
+            self._add(number, rank, "compute", task, span, held=task.held, **about)
 
     def _message(self, number: int, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         group_of = {rank: group for group in task.groups for rank in group}
         for source, target in sorted(task.pairs):
             if source in spans:
-                label = task.labels[source]
-                self.parts.append((number, source))
-                about = task.op, spans[source], task.axis, group_of[source], task.num_bytes, task.shape, task.dtype
-                carried = label.chunk, label.contributors, self._values(task, source)
-                step = int(rounds[source].start)
-                self.recorder.add_message(source, target, *about, step, *carried, task.where, task.phase)
+                label, values = task.labels[source], self._values(task, source)
+                about = {"peer": target, "axis": task.axis, "group": group_of[source], "bytes": task.num_bytes}
+                about |= {"step": int(rounds[source].start), "chunk": label.chunk, "contributors": label.contributors}
+                self._add(number, source, "message", task, spans[source], values=values, **about)
 
     def _collective(self, number: int, task: Task, spans: dict[int, Any], rounds: dict[int, Any]) -> None:
         elements, itemsize = int(np.prod(task.shape, dtype=np.int64)), 0
@@ -171,14 +168,17 @@ class _Taking:
                 elements = task.num_bytes
             itemsize = task.num_bytes // elements if elements else 0
             for index, rank in enumerate(group):
-                self.parts.append((number, rank))
                 num_bytes = cost.bytes_sent(task.costs, elements, itemsize, len(group), index)
-                label, step = task.labels.get(rank, UNKNOWN), int(rounds[rank].start)
-                about = {"message": message, "step": step, "contributors": label.contributors, "part": label.part}
-                about |= {"group": group, "bytes": num_bytes, "values": self._values(task, rank), **_about(task)}
-                self.recorder.add(
-                    rank, "collective", task.op, *spans[rank], axis=task.axis, reduction=task.reduction, **about
-                )
+                label, values = task.labels.get(rank, UNKNOWN), self._values(task, rank)
+                about = {"step": int(rounds[rank].start), "contributors": label.contributors, "part": label.part}
+                about |= {"axis": task.axis, "group": group, "bytes": num_bytes, "reduction": task.reduction}
+                self._add(number, rank, "collective", task, spans[rank], message=message, values=values, **about)
+
+    def _add(self, number: int, rank: int, kind: str, task: Task, span: Any, **about: Any) -> None:
+        """Record a rank's part in a task."""
+        self.parts.append((number, rank))
+        about |= {"shape": task.shape, "dtype": task.dtype, "where": task.where, "phase": task.phase}
+        self.recorder.add(rank, kind, task.op, *span, **about)
 
     def _values(self, task: Task, rank: int) -> np.ndarray | None:
         """The values that the task carries, if they are small and not too many have been kept."""
@@ -191,7 +191,3 @@ class _Taking:
         self.left -= 1
         array = np.asarray(values[rank])
         return array.astype(np.float32) if array.dtype.kind == "V" else np.array(array)  # bfloat16 and the like
-
-
-def _about(task: Task) -> dict[str, Any]:
-    return {"shape": task.shape, "dtype": task.dtype, "where": task.where, "phase": task.phase}

@@ -7,7 +7,7 @@ For one that varies, the rules decide whether it is replicated, varying or parti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,10 +17,19 @@ from tplab.checking.source import beginning
 from tplab.checking.steps import Dims, How, Step
 from tplab.checking.typed import OnAxes, Types, Typing, lines_of, of_spec
 from tplab.checking.types import I, R, Type
-from tplab.jax.private import scan_sizes, varying_axes_of
+from tplab.jax.private import varying_axes_of
 from tplab.jax.ranks.program import Compiled
 from tplab.jax.tracing.exchange import EXCHANGES
-from tplab.jax.tracing.jaxprs import called, frames_of, is_transposed, opened, own_frames
+from tplab.jax.tracing.jaxprs import (
+    called,
+    folded,
+    frames_of,
+    is_transposed,
+    loop_parts,
+    opened,
+    own_frames,
+    product_dims,
+)
 from tplab.jax.tracing.trace import decisions_of
 from tplab.mesh import Mesh
 
@@ -35,7 +44,7 @@ def types_of(fn: Callable[..., Any], compiled: Compiled) -> Types:
     for variable, name, (spec, is_given) in zip(jaxpr.invars, names, decisions.inputs, strict=True):
         number = typist.given(variable.aval, of_spec(spec, typist.axes), not is_given)
         arguments.append((name, number))
-    results = typist.follow(jaxpr, [], [number for _, number in arguments])
+    results = typist.follow(jaxpr, [number for _, number in arguments])
     paths = [path for path, _ in jax.tree.flatten_with_path(compiled.structure.unflatten(results))[0]]
     is_joined = program.out_specs is not None
     typing = typist.typing
@@ -63,7 +72,6 @@ class _Typist:
         self.steps: list[Step] = []
         self._num = 0
         self._numbers: dict[int, float] = {}  # values that are literals of the program
-        self._sums: dict[int, Step] = {}  # values that are sums over dims of another value
         self._maxima: dict[int, tuple[int, Dims]] = {}  # the maximum of a value, over which of its dims
         self._made: dict[int, Step] = {}
 
@@ -80,33 +88,28 @@ class _Typist:
                 number = step.inputs[0]
         return number
 
-    def follow(
-        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], stack: Any = (), back: bool = False
-    ) -> list[int]:
-        """The values of the outputs of an open jaxpr. `stack` has the lines from which it was called."""
-        known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, args, strict=True))
+    def follow(self, inner: Any, inputs: Sequence[int], stack: Any = (), back: bool = False) -> list[int]:
+        """The values of the outputs of a jaxpr, open or closed. `stack` has the lines from which it was called."""
+        jaxpr, _ = opened(inner)
         uses = Counter(id(atom) for eqn in jaxpr.eqns for atom in eqn.invars)
         divided = {id(eqn.invars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name == "div"}
 
-        def read(atom: Any) -> int:
-            if not hasattr(atom, "val"):
-                return known[atom]
-            number = self._take(
-                Step("literal", "made", shape=tuple(atom.aval.shape), is_zero=_is(atom.val, 0)), atom.aval
-            )
-            if not atom.aval.shape:
-                self._numbers[number] = float(atom.val) if atom.aval.dtype.kind in "fiub" else 0.0
-            return number
-
-        for eqn in jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
+        def visit(eqn: Any, inputs: list[int], _: Any) -> list[int]:
             lines, is_back = own_frames(frames_of(eqn, jaxpr)) or stack, back or is_transposed(eqn)
             over = divided.get(id(eqn.outvars[0])) if eqn.outvars else None
             count = getattr(over.invars[1], "val", None) if over is not None and uses[id(eqn.outvars[0])] == 1 else None
-            outputs = self._equation(eqn, inputs, lines, is_back, count)
-            known.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            return self._equation(eqn, inputs, lines, is_back, count)
+
+        return folded(inner, inputs, visit, self._constant)
+
+    def _constant(self, value: Any, aval: Any) -> int:
+        """A literal, or a constant of the program."""
+        is_literal = not isinstance(value, jax.Array)
+        is_zero = is_literal and _is(value, 0)
+        number = self._take(Step("literal", "made", shape=tuple(aval.shape), is_zero=is_zero), aval)
+        if is_literal and not aval.shape:
+            self._numbers[number] = float(value) if aval.dtype.kind in "fiub" else 0.0
+        return number
 
     def _equation(self, eqn: Any, inputs: list[int], stack: Any, back: bool, count: Any) -> list[int]:
         """The values that an equation makes. `count` is the divisor in its only use."""
@@ -125,51 +128,37 @@ class _Typist:
             self.typing.types[number] |= {axis: Type("V") for axis in self.axes if axis in str(params["axis_name"])}
             return [number]
         if (inner := called(eqn)) is not None:
-            body, consts = opened(inner)
-            return self.follow(body, [self._constant(value) for value in consts], inputs, stack, back)
+            return self.follow(inner, inputs, stack, back)
         if name == "scan":
             return self._scan(eqn, inputs, about, back)
         if name == "while":
-            first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            carry = inputs[second:]
+            _, consts, carry = loop_parts(eqn, inputs)
             for _ in range(2):
-                carry = self._run(params["body_jaxpr"], [*inputs[first:second], *carry], stack, back)
+                carry = self.follow(params["body_jaxpr"], [*consts, *carry], stack, back)
             return carry
         if name == "cond":
-            outcomes = [self._run(branch, inputs[1:], stack, back) for branch in params["branches"]]
+            outcomes = [self.follow(branch, inputs[1:], stack, back) for branch in params["branches"]]
             return [self._either(inputs[0], column, aval, about) for column, aval in zip(zip(*outcomes), avals)]
         return [self._compute(eqn, inputs, aval, about) for aval in avals]
 
     # --- calls and loops -----------------------------------------------------------------------------------------
 
-    def _run(self, inner: Any, inputs: Sequence[int], stack: Any, back: bool) -> list[int]:
-        body, consts = opened(inner)
-        return self.follow(body, [self._constant(value) for value in consts], inputs, stack, back)
-
-    def _constant(self, value: Any) -> int:
-        return self._take(Step("constant", "made", shape=tuple(jax.numpy.shape(value))), None)
-
     def _scan(self, eqn: Any, inputs: list[int], about: dict[str, Any], back: bool) -> list[int]:
         """Follow a scan for two rounds, since the first may change the types of the initial carry."""
-        params, stack = eqn.params, about["stack"]
-        (num_consts, num_carry), body = scan_sizes(params), params["jaxpr"]
-        consts, carry, xs = inputs[:num_consts], inputs[num_consts:][:num_carry], inputs[num_consts + num_carry :]
-        avals = [variable.aval for variable in body.jaxpr.invars[num_consts + num_carry :]]
-        rows: list[int] = []
+        body, (consts, carry, xs) = eqn.params["jaxpr"], loop_parts(eqn, inputs)
+        num_carry, rows = len(carry), list[int]()
+        avals = [variable.aval for variable in body.jaxpr.invars[len(consts) + num_carry :]]
         for _ in range(2):
-            row = [self._kept("scan", x, aval, 0, about) for x, aval in zip(xs, avals, strict=True)]
-            outputs = self._run(body, [*consts, *carry, *row], stack, back)
+            row = [self._linear("scan", x, aval, _without(aval.ndim + 1, (0,)), about) for x, aval in zip(xs, avals)]
+            outputs = self.follow(body, [*consts, *carry, *row], about["stack"], back)
             carry, rows = outputs[:num_carry], outputs[num_carry:]
-        found = []
-        for x, variable in zip(rows, eqn.outvars[num_carry:], strict=True):
-            dims = tuple(range(1, len(variable.aval.shape)))
-            found.append(self._step("scan", "linear", [x], variable.aval, about, dims=(dims,)))
+        avals = [variable.aval for variable in eqn.outvars[num_carry:]]
+        found = [self._linear("scan", x, aval, range(1, aval.ndim), about) for x, aval in zip(rows, avals, strict=True)]
         return [*carry, *found]
 
-    def _kept(self, op: str, x: int, aval: Any, gone: int, about: dict[str, Any]) -> int:
-        ndim = len(self.typing.shapes[x])
-        dims = tuple(None if dim == gone else dim - (dim > gone) for dim in range(ndim))
-        return self._step(op, "linear", [x], aval, about, dims=(dims,))
+    def _linear(self, op: str, x: int, aval: Any, dims: Iterable[int | None], about: dict[str, Any]) -> int:
+        """A step that only moves the elements of x; `dims` says where its dims are in the result."""
+        return self._step(op, "linear", [x], aval, about, dims=(tuple(dims),))
 
     def _either(self, which: int, values: Sequence[int], aval: Any, about: dict[str, Any], op: str = "cond") -> int:
         """One of several values, selected by `which`, for all elements or for each."""
@@ -185,7 +174,7 @@ class _Typist:
         self._num += 1
         step.output = self._num
         self.typing.take(step)
-        varying = varying_axes_of(aval) if aval is not None else frozenset()
+        varying = varying_axes_of(aval)
         for axis, found in self.typing.types[self._num].items():
             if axis not in varying:
                 self.typing.types[self._num][axis] = I
@@ -202,7 +191,7 @@ class _Typist:
 
     def _varied(self, x: int, aval: Any, names: tuple[str, ...], about: dict[str, Any]) -> int:
         if x in self._numbers or self.typing.is_constant(x):
-            number = self._step("copy", "linear", [x], aval, about, dims=(tuple(range(len(aval.shape))),))
+            number = self._linear("copy", x, aval, range(aval.ndim), about)
             self._numbers.update({number: self._numbers[x]} if x in self._numbers else {})
             return number
         number = self._step("copy_to", "cast", [x], aval, about, axes=names)
@@ -224,12 +213,13 @@ class _Typist:
         name = eqn.primitive.name
         if not inputs:
             return self._take(Step(name, "made", shape=tuple(aval.shape), **about), aval)
-        if name == "div" and (summed := self._sums.get(inputs[0])) is not None and inputs[1] in self._numbers:
-            size = prod(summed.shapes[0]) / max(prod(summed.shape), 1)
+        made = self._made.get(inputs[0]) if name == "div" else None
+        if made is not None and made.op == "reduce_sum" and inputs[1] in self._numbers:
+            size = prod(made.shapes[0]) / max(prod(made.shape), 1)
             if self._numbers[inputs[1]] == size:
-                return self._step("mean", "linear", summed.inputs, aval, about, dims=summed.dims, over="mean")
-        if name == "div" and (made := self._made.get(inputs[0])) is not None and made.reduction == "mean":
-            return self._step("mean", "linear", inputs[:1], aval, about, dims=(tuple(range(len(aval.shape))),))
+                return self._step("mean", "linear", made.inputs, aval, about, dims=made.dims, over="mean")
+        if made is not None and made.reduction == "mean":
+            return self._linear("mean", inputs[0], aval, range(aval.ndim), about)
         if name == "select_n":
             return self._either(inputs[0], inputs[1:], aval, about, "where")
         how, dims, more = _rule(eqn, [self.typing.shapes[x] for x in inputs], tuple(aval.shape))
@@ -240,9 +230,7 @@ class _Typist:
             more["mixes"] = found[1]
             name = "softmax"
         number = self._step(name, how, inputs, aval, about, dims=dims, **more)
-        if name == "reduce_sum":
-            self._sums[number] = self._made[number]
-        elif name == "reduce_max":
+        if name == "reduce_max":
             self._maxima[number] = inputs[0], eqn.params["axes"]
         elif name in ("broadcast_in_dim", "stop_gradient", "max", "reshape", "convert_element_type"):
             source = next((x for x in inputs if x in self._maxima), None)
@@ -272,15 +260,10 @@ def _rule(
     name, params, ndim = eqn.primitive.name, eqn.params, len(shapes[0])
     same = tuple(range(ndim))
     if name == "dot_general":
-        return "product", _of_product(params["dimension_numbers"], shapes), {"over": "sum"}
+        return "product", product_dims(params["dimension_numbers"], list(map(len, shapes))), {"over": "sum"}
     if name.startswith(("reduce_", "arg")) and "axes" in params:
-        kept = iter(range(len(shape)))
-        dims = tuple(None if dim in params["axes"] else next(kept) for dim in same)
-        return (
-            ("linear" if name == "reduce_sum" else "other"),
-            (dims,),
-            {"over": "sum" if name == "reduce_sum" else "other"},
-        )
+        how, over = ("linear", "sum") if name == "reduce_sum" else ("other", "other")
+        return how, (_without(ndim, params["axes"]),), {"over": over}
     if name == "broadcast_in_dim":
         return "linear", (tuple(params["broadcast_dimensions"]),), {}
     if name == "reshape":
@@ -288,15 +271,14 @@ def _rule(
     if name == "transpose":
         return "linear", (tuple(list(params["permutation"]).index(dim) for dim in same),), {}
     if name == "squeeze":
-        kept = iter(range(len(shape)))
-        return "linear", (tuple(None if dim in params["dimensions"] else next(kept) for dim in same),), {}
+        return "linear", (_without(ndim, params["dimensions"]),), {}
     if name == "expand_dims":
         left = [dim for dim in range(len(shape)) if dim not in params["dimensions"]]
         return "linear", (tuple(left),), {}
     if name in ("slice", "dynamic_slice", "pad"):
         changed = [dim for dim in same if shapes[0][dim] != shape[dim]]
         dims = tuple(None if dim in changed else dim for dim in same)
-        how: How = "first" if name == "dynamic_slice" else "linear"
+        how = "first" if name == "dynamic_slice" else "linear"
         return how, (dims, *[()] * (len(shapes) - 1)), {"narrows": changed[0] if len(changed) == 1 else None}
     if name in ("concatenate", "dynamic_update_slice"):
         return "linear", tuple(tuple(range(len(one))) for one in shapes), {}
@@ -313,28 +295,15 @@ def _rule(
     return "unknown", (), {}
 
 
+def _without(ndim: int, gone: Collection[int]) -> Dims:
+    """Where the dims of an array are in another without the dims in `gone`."""
+    kept = iter(range(ndim))
+    return tuple(None if dim in gone else next(kept) for dim in range(ndim))
+
+
 def _fits(one: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether an operand of an elementwise operation may have this shape: single numbers and dims of size 1 repeat."""
     return not one or (len(one) == len(shape) and all(size in (1, whole) for size, whole in zip(one, shape)))
-
-
-def _of_product(numbers: Any, shapes: Sequence[tuple[int, ...]]) -> tuple[Dims, Dims]:
-    """Batch dims come first in the result, then the free dims of the left operand, then those of the right."""
-    contracting, batch = numbers
-    place = len(batch[0])
-    found: list[Dims] = []
-    for side in (0, 1):
-        dims: list[int | None] = []
-        for dim in range(len(shapes[side])):
-            if dim in batch[side]:
-                dims.append(list(batch[side]).index(dim))
-            elif dim in contracting[side]:
-                dims.append(None)
-            else:
-                dims.append(place)
-                place += 1
-        found.append(tuple(dims))
-    return found[0], found[1]
 
 
 def _of_gather(params: Any, shapes: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[Dims, Dims]:

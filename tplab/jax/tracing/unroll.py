@@ -220,7 +220,7 @@ class Unroll:
                     "trace(..., trips=10); or give it a length that XLA knows, as lax.scan and lax.fori_loop do"
                 )
             is_long = num_tasks * times > WRITTEN_OUT or one.primitive.startswith("scatter")  # XLA's own, for CPUs
-            if iteration == 0 and is_long and self._computes_only(before):
+            if iteration == 0 and is_long and all(task.kind == "compute" for task in self.tasks[before:]):
                 return _all(carry, self._as_one(before, times, one, where))
             if num_tasks and times > MOST_ITERATIONS:
                 raise TraceError(
@@ -230,9 +230,6 @@ class Unroll:
             if not num_tasks:
                 break
         return _after(carry, decided)
-
-    def _computes_only(self, first: int) -> bool:
-        return all(task.kind == "compute" for task in self.tasks[first:])
 
     def _as_one(self, first: int, times: int, one: Instruction, where: str) -> tuple[int]:
         """Replace the tasks from `first` on, repeated `times` times, by a single one. Returns its number."""

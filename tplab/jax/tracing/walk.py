@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,14 +12,12 @@ import numpy as np
 
 from tplab.comm import ROWS
 from tplab.errors import TraceError
-from tplab.jax.private import scan_sizes
 from tplab.jax.tracing.actions import Actions, kind_of_action
 from tplab.jax.tracing.decisions import Reports, unknown
 from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import (
     MOVES,
     NAMES_UP_TO,
-    Chunk,
     Held,
     Needed,
     PerRank,
@@ -28,7 +26,7 @@ from tplab.jax.tracing.held import (
     joined,
     name_in_program,
 )
-from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, opened, written
+from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, loop_parts, opened, written
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, is_update, matmul_of, rate_of
 from tplab.mesh import Mesh
 from tplab.trace.label import Label, of_all
@@ -40,9 +38,12 @@ MOST_ITERATIONS = 10_000  # of a while_loop
 
 
 class Walk:
-    """Follows a program on all ranks at once and collects their `tasks`; `chunk` numbers the chunks."""
+    """Follows a program on all ranks at once and collects their `tasks`.
 
-    def __init__(self, mesh: Mesh, chunk: Chunk, reports: Reports):
+    chunk   (rank, piece, its name in the program) -> the number of the chunk
+    """
+
+    def __init__(self, mesh: Mesh, chunk: Callable[..., int], reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
         self.kept: list[int] = []  # tasks with an effect, which run even if no result needs them
@@ -52,15 +53,20 @@ class Walk:
         self._needed: list[Needed] = []  # of the enclosing jaxprs, the whole program's first
         self._decided: tuple[Needs, int] = (), 0  # what the current branch depends on, and the number of tasks then
 
-    def run(self, jaxpr: Any, consts: Sequence[Held], args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
-        """The outputs of `jaxpr` once `ranks` have run it. `where` is the line that calls it."""
-        held: dict[Any, Held] = dict(zip(jaxpr.constvars, consts, strict=True))
+    def run(self, inner: Any, args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
+        """The outputs of a jaxpr, open or closed, once `ranks` have run it. `where` is the line that calls it."""
+        jaxpr, consts = opened(inner)
+
+        def constant(variable: Any, value: Any) -> Held:
+            return Held.known(variable.aval, [value] * self.mesh.size)
+
+        held = dict(zip(jaxpr.constvars, map(constant, jaxpr.constvars, consts), strict=True))
         held.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Held:
             if not hasattr(atom, "val"):
                 return held[atom]
-            literal = Held.known(atom.aval, [atom.val] * self.mesh.size)
+            literal = constant(atom, atom.val)
             literal.is_literal = True
             return literal
 
@@ -97,8 +103,8 @@ class Walk:
             if kind := kind_of_action(params):
                 self._phase = "forward" if kind.startswith("F") else "backward"
                 about = kind, inputs, self._decided[0], ranks
-                return self._actions.follow(*about, lambda: self._call(inner, inputs, ranks, where))
-            return self._call(inner, inputs, ranks, where)
+                return self._actions.follow(*about, lambda: self.run(inner, inputs, ranks, where))
+            return self.run(inner, inputs, ranks, where)
         if name == "scan":
             return self._scan(eqn, inputs, ranks, where)
         if name in ("cond", "while"):
@@ -106,7 +112,7 @@ class Walk:
             try:
                 return (self._cond if name == "cond" else self._while)(eqn, inputs, ranks, where)
             except TraceError:
-                if _makes_tasks(eqn):
+                if self._must_know(eqn):
                     raise
                 needs = {task for held in inputs for task in held.needs}
                 return [Held(variable.aval, needs) for variable in eqn.outvars]
@@ -134,7 +140,12 @@ class Walk:
                     tuple(sorted(needs)),
                     first.shape,
                     str(first.dtype),
-                    bytes_of(name, inputs, outputs, is_update(name) and self._is_needed(inputs[0])),
+                    bytes_of(
+                        name,
+                        inputs,
+                        outputs,
+                        is_update(name) and any(needed.later(inputs[0]) for needed in self._needed),
+                    ),
                     where,
                     flops_of(name, eqn.params, inputs, outputs),
                     carried=first,
@@ -154,10 +165,6 @@ class Walk:
         if name in MOVES and is_small(outputs[0]):
             outputs[0].moved = eqn, inputs
         return outputs
-
-    def _is_needed(self, x: Held) -> bool:
-        """Whether it is needed later, and so cannot be overwritten."""
-        return any(needed.later(x) for needed in self._needed)
 
     def _product_that_adds(self, eqn: Any, inputs: list[Held], needed: Needed, ranks: Ranks) -> int | None:
         """The product into which an addition can be fused, as in y += x w: it has no other use, and the other summand
@@ -249,25 +256,17 @@ class Walk:
         task.needs = tuple(sorted({*task.needs, *self._decided[0]}))
         return task
 
-    # --- calls and loops -----------------------------------------------------------------------------------------
-
-    def _call(self, inner: Any, inputs: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
-        """Run an inner jaxpr, open or closed."""
-        jaxpr, values = opened(inner)
-        known = zip(jaxpr.constvars, values, strict=True)
-        consts = [Held.known(variable.aval, [value] * self.mesh.size) for variable, value in known]
-        return self.run(jaxpr, consts, inputs, ranks, where)
+    # --- loops and branches -----------------------------------------------------------------------------------------
 
     def _scan(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Follow every iteration."""
-        params, (num_consts, num_carry) = eqn.params, scan_sizes(eqn.params)
-        consts, carry, xs = _cut(inputs, num_consts, num_carry)
-        body, length = params["jaxpr"], params["length"]
+        params, (consts, carry, xs) = eqn.params, loop_parts(eqn, inputs)
+        body, length, num_carry = params["jaxpr"], params["length"], len(carry)
         avals = [variable.aval for variable in body.jaxpr.invars[len(consts) + num_carry :]]
         rows: list[list[Held]] = [[] for _ in eqn.outvars[num_carry:]]
         for place in reversed(range(length)) if params["reverse"] else range(length):
             row = [_item(x, aval, place) for x, aval in zip(xs, avals, strict=True)]
-            results = self._call(body, [*consts, *carry, *row], ranks, where)
+            results = self.run(body, [*consts, *carry, *row], ranks, where)
             carry = results[:num_carry]
             for column, result in zip(rows, results[num_carry:], strict=True):
                 column.append(result)
@@ -284,10 +283,10 @@ class Walk:
     def _while(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         """Follow the iterations of each rank."""
         params = eqn.params
-        for_cond, for_body, carry = _cut(inputs, params["cond_nconsts"], params["body_nconsts"])
+        for_cond, for_body, carry = loop_parts(eqn, inputs)
         counts = self._reports.of(eqn, ranks, where)
         for times in range(MOST_ITERATIONS):
-            (goes_on,) = self._call(params["cond_jaxpr"], [*for_cond, *carry], ranks, where)
+            (goes_on,) = self.run(params["cond_jaxpr"], [*for_cond, *carry], ranks, where)
             if counts is None:
                 values = self._goes_on(eqn, goes_on, times, ranks, where)
             else:
@@ -296,7 +295,7 @@ class Walk:
             self._wait_for(goes_on)
             if not ranks:
                 return [held.after(self._decided[0]) for held in carry]
-            results = self._call(params["body_jaxpr"], [*for_body, *carry], ranks, where)
+            results = self.run(params["body_jaxpr"], [*for_body, *carry], ranks, where)
             both = zip(results, carry, strict=True)
             carry = [self._either([(ranks, new), (self.mesh.ranks, old)]) for new, old in both]
         raise TraceError(
@@ -313,7 +312,7 @@ class Walk:
         outcomes = []
         for place in sorted(set(taken.values())):
             takers = tuple(rank for rank in ranks if taken[rank] == place)
-            outcomes.append((takers, self._call(branches[place], operands, takers, where)))
+            outcomes.append((takers, self.run(branches[place], operands, takers, where)))
         columns = zip(*(results for _, results in outcomes), strict=True)
         takers = [takers for takers, _ in outcomes]
         chosen = [self._either(list(zip(takers, column, strict=True))) for column in columns]
@@ -329,6 +328,14 @@ class Walk:
         if values is None:
             raise unknown(eqn, where, self._reports.why_unknown(eqn))
         return values
+
+    def _must_know(self, eqn: Any) -> bool:
+        """Whether a branch or a loop contains more than computations of indices."""
+        return any(
+            inner.primitive.name in EXCHANGES or any(variable.aval.shape for variable in inner.outvars)
+            for jaxpr in inside(eqn)
+            for inner, _ in equations_of(jaxpr)
+        )
 
     def _wait_for(self, decision: Held) -> None:
         """Make everything from here on, until `_decided` is restored, wait for this decision too."""
@@ -359,20 +366,6 @@ def _about(labels: Sequence[Label | None] | None, inputs: Sequence[Held]) -> dic
     first = {rank: next(label for label in labels if label.chunk >= 0) for rank, labels in received.items()}
     adding = frozenset(rank for rank, label in known.items() if len(label.contributors) > len(first[rank].contributors))
     return {"labels": known, "adding": adding}
-
-
-def _makes_tasks(eqn: Any) -> bool:
-    """Whether it contains more than computations of indices."""
-    return any(
-        inner.primitive.name in EXCHANGES or any(variable.aval.shape for variable in inner.outvars)
-        for jaxpr in inside(eqn)
-        for inner, _ in equations_of(jaxpr)
-    )
-
-
-def _cut(items: list[Held], first: int, second: int) -> tuple[list[Held], list[Held], list[Held]]:
-    """The first `first` items, the next `second`, and the rest."""
-    return items[:first], items[first : first + second], items[first + second :]
 
 
 def _item(x: Held, aval: Any, place: int) -> Held:

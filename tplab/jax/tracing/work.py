@@ -88,6 +88,7 @@ _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)')
 
 
 def _matmul(one: Instruction, factors: Sequence[Array]) -> tuple[int, int, int, int] | None:
+    """(m, n, k, batch) of a matrix product, from the arrays that it multiplies; None for a convolution."""
     if len(factors) < 2 or one.op == "convolution":
         return None
     left, right = factors
@@ -95,7 +96,7 @@ def _matmul(one: Instruction, factors: Sequence[Array]) -> tuple[int, int, int, 
         k = math.prod(left.shape[dim] for dim in one.dims("lhs_contracting_dims"))
         batch = math.prod(left.shape[dim] for dim in one.dims("lhs_batch_dims"))
     else:
-        product = one.arrays[0]
+        product = one.arrays[0]  # [.., m, k] [.., k, n] -> [.., m, n]
         batch = math.prod(product.shape[:-2])
         k = math.isqrt(left.size * right.size // max(1, product.size * batch))
     each = max(1, k * batch)  # a dim may be empty
@@ -105,16 +106,12 @@ def _matmul(one: Instruction, factors: Sequence[Array]) -> tuple[int, int, int, 
 def _flops(flow: Flow, place: Spot) -> int:
     """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
     one, operands = place.one, [operand.one.arrays for operand in flow.operands(place)]
-    if one.op == "dot":
-        return 2 * one.arrays[0].size * math.prod(operands[0][0].shape[dim] for dim in one.dims("lhs_contracting_dims"))
+    if is_product(one) and (matmul := _matmul(one, [arrays[0] for arrays in operands[:2]])):
+        return 2 * math.prod(matmul)
     if one.op == "convolution":
         kernel, labels = operands[1][0], re.search(r"dim_labels=\w+_(\w+)->", one.attributes)
         features = kernel.shape[labels[1].index("o")] if labels else 1
         return 2 * one.arrays[0].size * (kernel.size // features)
-    if is_product(one):
-        left, right, product = operands[0][0], operands[1][0], one.arrays[0]  # [.., m, k] [.., k, n] -> [.., m, n]
-        batch = math.prod(product.shape[:-2])
-        return 2 * product.size * math.isqrt(left.size * right.size // max(1, product.size * batch))
     if one.op == "scatter" and is_combining(flow, place):
         return operands[-1][0].size
     if one.op in _COPIES or one.op in FREE or one.op in PASSED_ON:

@@ -13,7 +13,7 @@ import numpy as np
 from tplab.errors import ScheduleError
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.placement import Placement
-from tplab.schedules.rules.row import Row
+from tplab.schedules.schedule import Row
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from tplab.errors import ScheduleError
+from tplab.schedules.action import B, F
 from tplab.schedules.placement import counts, two_way, wave
 from tplab.schedules.rules.greedy import Durations, list_schedule
-from tplab.schedules.rules.row import Row, backwards, chain, forwards
-from tplab.schedules.schedule import Schedule
+from tplab.schedules.schedule import Row, Schedule, row
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
@@ -39,7 +39,8 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
         stage = np.where(goes_down, rank, ranks - 1 - rank)
         slot = 2 * ranks * unit + 2 * j
         slots = np.append(slot + stage, slot + 2 * ranks - 1 - stage)
-        rows.append(chain(forwards(stage, k), backwards(stage, k))[np.argsort(slots, kind="stable")])
+        passes = np.concatenate([row(F, stage, k), row(B, stage, k)])
+        rows.append(passes[np.argsort(slots, kind="stable")])
     return Schedule(rows, two_way(ranks), "chimera")
 
 

@@ -20,7 +20,7 @@ from tplab.torch.ranks import outcomes, texts
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
 from tplab.trace.journal import Group, Met, Said, Sent, Taken
-from tplab.trace.label import Label, of_collective
+from tplab.trace.label import Label, of_all
 
 
 class ProcessPending(Pending):
@@ -275,7 +275,7 @@ class Together(ProcessPending):
             Label(-1, (rank,)) if is_all else header.label
             for rank, header in zip(self.group, self.headers, strict=True)
         ]
-        label = of_collective(self.call.op, given, index, self.call.root)
+        label = of_all(self.call.op, given, self.call.root)[index]
         if not is_all:
             self.rank.received(result, label)
         return label

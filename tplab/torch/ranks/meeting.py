@@ -72,25 +72,17 @@ class Site:
         self.is_small = x.numel() <= VALUES_UP_TO
         self.num_sent: int | None = None
         self.target, self.source = call.peers or (None, None)
-        about = call.op, axis, group.ranks
+        about = {"axis": axis, "group": group.ranks, "shape": self.shape, "dtype": self.dtype}
+        about |= {"where": where, "phase": phase}
         if self.target is not None and self.target != rank:
-            self.form = recorder.message_form(rank, self.target, *about, self.shape, self.dtype, where, phase)
+            self.form = recorder.form(rank, "message", call.op, peer=self.target, **about)
             self.log_form = log.message_form(rank, self.target, self.num_bytes, where, call.op, self.num_bytes, axis)
         elif call.peers is None:
-            self.form = recorder.form(
-                rank,
-                "collective",
-                *about,
-                shape=self.shape,
-                dtype=self.dtype,
-                where=where,
-                phase=phase,
-                reduction=call.reduction,
-            )
+            self.form = recorder.form(rank, "collective", call.op, reduction=call.reduction, **about)
             self.log_form = log.collective_form(
                 call.op, group.ranks, self.num_bytes, where, call.op, self.num_bytes, axis
             )
-        self.wait_form = recorder.form(rank, "wait", call.op, axis, where=where, phase=phase)
+        self.wait_form = recorder.form(rank, "wait", call.op, axis=axis, where=where, phase=phase)
 
     def __str__(self) -> str:
         return side_text(self.call.key, self.dtype, self.shape, self.where)

@@ -129,8 +129,9 @@ class SimulatedRank(ClockedRank):
             return None
         entry = self.log.add(self.lane, SEND, site.log_form)
         label, values = self._provenance.of(x), world.values.of(payload) if site.is_small else None
-        number = world.chronicle.recorder.note_message(
-            site.form, entry, entry, num_bytes, 0, label.chunk, label.contributors, values
+        number = world.chronicle.recorder.next_message()
+        world.chronicle.recorder.note(
+            site.form, entry, entry, num_bytes, number, 0, label.chunk, label.contributors, values
         )
         meeting.messages[target] = payload, entry, label, number, site
         if meeting.waiting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tplab.forecast import Forecast, Plan
-from tplab.forecast.why import NAMES
+from tplab.forecast.forecast import NAMES
 from tplab.units import counted, plain
 
 GIB = 2**30

@@ -1,11 +1,68 @@
-"""DualPipe and DualPipeV: forwards of one stream overlapped with backwards of another."""
+"""Schedules whose ranks hold two stages and spell out what they do: ZB-V, DualPipe and DualPipeV."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from tplab.errors import ScheduleError
+from tplab.schedules.action import CODE, I, W
 from tplab.schedules.placement import counts, two_way, v_shape
-from tplab.schedules.rules.row import spelled
-from tplab.schedules.schedule import Schedule
+from tplab.schedules.schedule import Row, Schedule
+
+
+def spelled(letters: str, big: tuple[int, int], small: tuple[int, int], microbatches: int | None = None) -> Row:
+    """A row from letters: F B I W on one stage, f b i w on another; each letter takes its next microbatch.
+
+    big, small     (stage, first microbatch) of the big and of the small letters
+    microbatches   leave out microbatches from this number on
+    (Fb)           an overlapped pair
+    *              the oldest weight gradient still to be done, of either stage
+
+    spelled("FF(Fb)*", ...)  where b is i: F0 F1, F2 together with the other stage's I0, then that W0
+    """
+    cells: list[tuple[int, int, int, bool]] = []
+    owed: list[tuple[int, int]] = []
+    letter_of = {letter: (CODE[letter.upper()], *(big if letter.isupper() else small)) for letter in "FBIWfbiw"}
+    taken = dict.fromkeys("FBfb", 0)
+    for index, letter in enumerate(letters):
+        if letter in "()":
+            continue
+        kind, stage, first = letter_of.get(letter, (W, -1, 0))
+        if kind == W:
+            stage, k = owed.pop(next(at for at, one in enumerate(owed) if stage in (-1, one[0])))
+        else:
+            counted = {"I": "B", "i": "b"}.get(letter, letter)
+            k = first + taken[counted]
+            taken[counted] += 1
+        if kind == I:
+            owed.append((stage, k))
+        if microbatches is None or k < microbatches:
+            cells.append((kind, stage, k, index >= 2 and letters[index - 2] == "("))
+    return np.array(cells, np.int32).reshape(-1, 4)
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """Two stages per rank, placed as a V, so that the last stage's backward starts where the first stage is. Qi et al.,
+    ICLR 2024 and arXiv 2405.15362 (ZB-V); torch's ScheduleZBVZeroBubble.
+
+    When F = I = W, no rank has a gap in its span, and each holds p microbatches, as in 1F1B. In the code, big letters
+    are the rank's first stage r, small letters its second one 2p-1-r. With fewer than 2p-1 microbatches, the schedule
+    is the one for 2p-1 without the extra microbatches.
+
+    0F0 0F1 ... 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 ... 0I1 0W1
+    ... 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 ...
+    """
+    ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
+    p, m = ranks, max(microbatches, 2 * ranks - 1)
+    rows = []
+    for r in range(p):
+        warm_up = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
+        steady = "FIWfiw" * (m - 2 * p + r + 1) + "IWfiw" * (p - r - 1)
+        cool_down = "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r
+        rows.append(
+            spelled(warm_up + steady + cool_down, big=(r, 0), small=(2 * p - 1 - r, 0), microbatches=microbatches)
+        )
+    return Schedule(rows, v_shape(ranks), "zb_v")
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
