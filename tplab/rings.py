@@ -61,12 +61,14 @@ def gather_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lanes
     def pieces(way: int, begin: int = 0, length: int = size) -> list[RingPiece]:
         return [RingPiece(hops, (index + way * hops) % num_ranks, begin, length) for hops in range(1, num_ranks)]
 
-    half, own = size - size // 2, RingPiece(0, index, 0, size)
+    half = size - size // 2
+    own = RingPiece(0, index, 0, size)
     if direction == "split":
         return Lanes(pieces(-1, 0, half), pieces(1, half, size - half), own)
     if direction == "down":
         return Lanes([], pieces(1), own)
-    rising, hops_up = pieces(-1), num_ranks - 1 if direction == "up" else num_ranks // 2
+    rising = pieces(-1)
+    hops_up = num_ranks - 1 if direction == "up" else num_ranks // 2
     return Lanes(rising[:hops_up], rising[hops_up:][::-1], own)
 
 

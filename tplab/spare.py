@@ -1,4 +1,4 @@
-"""Spare memory: memory that was freed, but that the C library keeps for later. And memory as a file.
+"""Memory of a process: what was freed but is kept by the C library for later, and memory as a file.
 
 XLA's compiler needs about 0.3 GB for some seconds, and the thread of each rank has its own heap. A notebook's kernel
 would otherwise keep all of this, on machines that may have only 1 or 2 GB.

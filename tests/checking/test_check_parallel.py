@@ -20,6 +20,7 @@ from tplab.checking.verdict import EPSILON, Rounding, Verdict, judge
 from tplab.errors import ParallelError, SpecError
 from tplab.layout import Layout, layouts_for, take
 from tplab.torch import check_parallel
+from tplab.torch.checking.recut import recuts
 from tplab.torch.ranks.rank import this_rank
 
 WHOLE = Layout()
@@ -818,6 +819,12 @@ def test_a_layout_is_found_from_shapes(case):
         or (layout.parts and len(set(layout.parts)) > 1)
         or (whole.shape[0] < mesh.axis_size("tp"))
     )
+
+
+@pytest.mark.parametrize("spec", [P("tp"), P("tp", None), P(("dp", "tp"))])
+def test_a_parameter_may_hold_several_parts_however_its_spec_is_written(spec):
+    (cuts, _), *_ = recuts({"qkv.weight": np.zeros((48, 4))}, {"qkv.weight": Layout(spec)}, Mesh(dp=1, tp=2))
+    assert cuts == {"qkv": 3}
 
 
 def test_what_the_numbers_say():

@@ -6,6 +6,7 @@ import numpy as np
 
 from tplab.checking.places import find_places
 from tplab.checking.recording import Piece, Seen
+from tplab.checking.trail import _uneven
 
 STREAM = np.random.default_rng(0).standard_normal(64)
 W1, W2 = STREAM[:32].reshape(8, 4), STREAM[32:].reshape(4, 8)
@@ -46,3 +47,9 @@ def test_a_stages_layers_may_be_numbered_anew():
     assert {name: place.name for (_, name), place in places.items()} == {
         "layers.0.w": "layers.1.w", "layers.0.n": "layers.1.n",
     }  # fmt: skip
+
+
+def test_a_part_of_a_trail_that_has_another_number_of_dims_is_no_piece():
+    assert list(_uneven(np.zeros((8, 4)), [(3, 4), (5,)])) == []
+    (parts,) = _uneven(np.zeros((8, 4)), [(3, 4), (5, 4)])
+    assert [part.shape for part in parts.values()] == [(3, 4), (5, 4)]

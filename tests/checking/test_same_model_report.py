@@ -61,6 +61,12 @@ def test_a_fault_found_before_the_comparison_ended_is_a_fault():
     assert "nothing further was compared, because rank 1 ended" in str(report)
 
 
+def test_as_html_a_value_is_not_called_found_twice():
+    finding = Finding("loss", "", 0, "twice", got="2", want="1")
+    assert "found 2; expected 1" in str(finding)
+    assert ">2; expected 1</td>" in SameModel([], [finding])._repr_html_()
+
+
 def test_as_html_the_fault_is_open_and_text_is_escaped():
     page = SameModel(
         [Row("loss", 0, True, "1 < 2"), Row("gradient", 0, False, "wrong", factor=4.0)], [FAULT]

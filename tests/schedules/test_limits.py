@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tplab.errors import ScheduleError
-from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, check, gpipe, linear, wave
+from tplab.schedules import RULES, Action, Costs, Schedule, auto_schedule, check, gpipe, linear, simulate, wave
 
 
 @pytest.mark.parametrize("text", ["0F0,0B0,0F2000000000", "0F0,0B0,2000000000F0"])
@@ -94,3 +94,18 @@ def test_costs_are_numbers(cost):
     (name,) = cost
     with pytest.raises(ScheduleError, match=f"the cost {name} is "):
         Costs(**cost)
+
+
+@pytest.mark.parametrize(
+    ("cost", "shapes"),
+    [
+        ({"input_grad_frees": [0.5]}, r"one number, or \[stages\]"),
+        ({"activation": [1.0]}, r"one number, \[stages\] or \[stages, microbatches\]"),
+    ],
+    ids=str,
+)
+def test_a_cost_of_too_few_stages_says_what_it_may_be(cost, shapes):
+    (name,) = cost
+    run = simulate(gpipe(2, 4), Costs(**cost))
+    with pytest.raises(ScheduleError, match=rf"the cost {name} has shape \(1,\); .* 2 stages .*: give {shapes}$"):
+        run.activation_bytes(0)

@@ -152,6 +152,15 @@ def test_a_message_and_a_wait_in_one_call():
     assert send.values.tolist() == receive.values.tolist() == [1, 1]
 
 
+def test_the_fields_of_an_event_can_be_recorded_again():
+    """Also a peer that is None."""
+    event = Event(1, "compute", "matmul", 2, 3, bytes=4, shape=(2,), dtype="float32", where="x", phase="backward")
+    recorder = Recorder(Mesh(tp=2))
+    fields = {name: getattr(event, name) for name in COLUMNS if name not in ("types", "after")}
+    assert recorder.add(**fields) == -1
+    assert list(recorder.trace().events) == [event]
+
+
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from tplab.schedules import RULES
 from tplab.widgets import layout_lab, pipeline_lab
 from tplab.widgets.layouts.workbench import Workbench
 from tplab.widgets.schedule.workbench import AUTO
+from tplab.widgets.schedule.workbench import Workbench as Pipelines
 from website import policy, pyodide
 from website.compiled import downloaded
 
@@ -89,6 +90,13 @@ def test_what_is_done_by_hand_is_the_same(unpacked: Path):
         assert base64.b64decode(board) == shown
     assert [said["answer"] for said, _ in found] == sent
     assert [said["num_edits"] for said, _ in expected] == [1, 1, 2, 3, 2, 2, 2, 2, 2, 0]
+
+
+def test_a_question_that_changes_no_schedule_leaves_what_the_page_has():
+    questions = [{"settings": FIRST, "message": message, "colour": "kind"} for message in ({"export": "csv"}, {})]
+    questions.append({"settings": {**FIRST, "task": "same-memory"}, "message": {}, "colour": "kind"})
+    bench = Pipelines(FIRST)
+    assert [bench.reply(json.dumps(question))[1] for question in questions] == [b"", b"", b""]
 
 
 def test_the_layout_lab_answers_as_in_a_kernel(unpacked: Path):

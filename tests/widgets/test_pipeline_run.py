@@ -37,6 +37,7 @@ def executed(ranks: int = 3, microbatches: int = 5) -> Trace:
 RUNS = {
     "executed": executed,
     "1F1B": lambda: simulate(one_f_one_b(3, 5), Costs(transfer=0.5)).trace,
+    "tenths": lambda: simulate(one_f_one_b(3, 5), Costs(0.1, 0.1, 0.1, transfer=0.03)).trace,
     "interleaved": lambda: simulate(interleaved_1f1b(4, 8, 2), Costs(transfer=0.5)).trace,
     "ZB-V": lambda: simulate(zb_v(4, 6), Costs(transfer=0.5)).trace,
     "DualPipe": lambda: simulate(dualpipe(4, 8), Costs(transfer=0.5)).trace,
@@ -50,6 +51,15 @@ def test_what_travels_is_a_microbatch(name: str):
     assert [item.name for item in piece.items] == [str(number) for number in range(len(piece.items))]
     assert piece.items[2].text == "microbatch 2"
     assert set(piece.bars["flow"][piece.bars["kind"] == SEND].tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_playhead_rests_exactly_where_actions_end(name: str):
+    whole = RUNS[name]()
+    part = whole.since(float(np.unique(whole.column("start"))[2]))
+    times = score(part).times
+    assert times[0] == part.column("start").min() > 0 and times[-1] == part.column("end").max()
+    assert set(times[1:].tolist()) <= set(part.column("end").tolist())
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -122,6 +122,20 @@ def test_each_step_is_told_beside_the_prediction():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("rule", ["one_f_one_b", "zb_v", "dualpipe"])
+def test_the_browser_has_what_is_said_at_any_time(rule: str):
+    run = simulate(RULES[rule](ranks=4, microbatches=8), Costs(0.1, 0.1, 0.05, transfer=0.03))
+    trace = executed(simulate(one_by_one(run.schedule), Costs(0.1, 0.1, 0.05, transfer=0.04)), slower=1.3)
+    over = overlay(trace, run)
+    header, columns = unpack(timeline(trace, run).score)
+    stops = columns["stops"]
+    assert stops[0] == 0 and len(stops) == len(header["said"])
+    for position in np.linspace(0, over.num_steps, 3 * over.num_steps + 1).tolist():
+        moment = now(over, position)
+        stop = np.flatnonzero(stops <= moment.time + 1e-9 * over.times[-1])[-1]  # as in static/overlay.js
+        assert tuple(header["said"][stop]) == say(over, moment)[1:]
+
+
 def test_the_picture_is_a_function_of_the_step():
     over = overlay(executed(PREDICTED, slower=1.5), PREDICTED)
     drawn = [picture(over, step) for step in range(over.num_steps + 1)]

@@ -62,7 +62,12 @@ def _finding(case: Hypotheses) -> Finding:
         words = facts.sizes.words(factor) if is_loss else f"{times(factor)} times the reference's"
         where = case.backward if is_loss else facts.line_of_value() or case.backward
         lines = case.lines if is_loss else [facts.line("forward"), *case.lines]
-        begun = facts.line_of_value() if is_loss and not facts.sizes.named(factor) else "" if is_loss else where
+        if not is_loss:
+            begun = where
+        elif facts.sizes.named(factor):  # a number of the run explains it, not the forward pass
+            begun = ""
+        else:
+            begun = facts.line_of_value()
         tried = [*(() if is_loss else shared(facts)), *(of_forward(facts, begun) if begun else ()), *case.hypotheses]
         values = f"{mean:.6g}", f"{want:.6g}"
         return facts.fault("loss", words, where, factor=factor, values=values, lines=lines, hypotheses=tried)

@@ -132,25 +132,25 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
                 continue  # one number may be right by chance, and what one rank draws is no part
             those, line = over(facts, way), ops[0].line
             late = trails.sums_after(ops) if how == "sum" else []
-            cause = (
-                f"each rank computes this from its own part alone: the {how} of it over {those} is the reference's, "
-            )
-            cause += f"and {late[0]} sums only what is computed from it" if late else f"and nothing takes that {how}"
             if how.endswith("value"):
-                cause = (
-                    f"ranks compute different values here, and the {how} is the reference's: all ranks need that one"
-                )
+                cause = f"ranks compute different values here, and the {how} is the reference's: all need that one"
+            else:
+                lacks = f"{late[0]} sums only what is computed from it" if late else f"nothing takes that {how}"
+                cause = f"each rank computes this from its own part alone: the {how} of it over {those} is the "
+                cause += f"reference's, and {lacks}"
             words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
-            first = [
-                Repair("scale", words, at, by=1 / len(way[0])) for at in late
-            ]  # of what is then the same on all ranks
-            ways_back = [1.0, 1 / len(way[0])]  # each rank may have the gradient of its part of the loss, or of all
-            ways_back = ways_back if any(one.arrived for one in ops) else ways_back[:1]
-            for by in ways_back[:: -1 if any({*way[0]} <= {*group} for group in facts.copies) else 1]:
+            # later sums are then of what is the same on all ranks
+            means = [Repair("scale", words, at, by=1 / len(way[0])) for at in late]
+            factors = [1.0]
+            if any(one.arrived for one in ops):  # each rank may have the gradient of its part of the loss, or of all
+                factors.append(1 / len(way[0]))
+            if any({*way[0]} <= {*group} for group in facts.copies):
+                factors.reverse()
+            for by in factors:
                 told = words if by == 1 else f"{words}, and the mean of the gradients that come back to it"
                 repair, *also = (Repair("cast", told, at, (name,), way, how, by=by)
                                  for at, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
-                yield Hypothesis(repair, cause, line, also=(*also, *first))
+                yield Hypothesis(repair, cause, line, also=(*also, *means))
 
 
 def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarray], np.ndarray] | None:

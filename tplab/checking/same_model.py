@@ -113,7 +113,7 @@ class Finding:
         rows = [
             ("at ", "line", self.where),
             ("also see ", "also see", ", ".join(line for line in self.lines if line != self.where)),
-            ("", "found", f"found {self.got}; expected {self.want}" if self.got else ""),
+            ("found ", "found", f"{self.got}; expected {self.want}" if self.got else ""),
             ("", "cause", self.cause),
             ("proof: ", "proof", self.proof),
             ("", "cause", self.untold if not self.proof and (self.tried or not self.cause) else ""),

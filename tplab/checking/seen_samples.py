@@ -64,22 +64,21 @@ def samples(facts: Facts, may_ask: bool) -> Found:
         listed = ", ".join(map(str, numbers))
         words = f"samplers shuffle by the seeds {listed}, so the ranks' samples are not parts of one order"
         cause, ranks = _CAUSES["orders"], ()
-    elif cause:
-        pass
-    elif alike := _drawn_alike(facts):
+    elif not cause and (alike := _drawn_alike(facts)):
         words, where = f"the numbers drawn at {alike} are the same on all ranks, and their samples are not", alike
         cause = (
             "ranks draw the same random numbers here, from one seed, for samples that are not the same: draw those of "
             "the whole batch and cut them, or set another seed on each rank"
         )
     elif (
-        found.factor == 1
+        not cause
+        and found.factor == 1
         and not seeds_by_rank(facts.ours)
         and (count := on_several(facts.ours, facts.reference.seen[0]))
     ):
         words = f"{count} samples are on several ranks in the steps that were seen, and none is twice in the reference"
         cause = _CAUSES["orders"]
-    else:
+    elif not cause:
         if facts.goes_on:
             yield facts.fault("samples", f"{found.words}, which goes on", line, lines=[forward])
             return

@@ -456,8 +456,10 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
 
 def _uneven(whole: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[int, np.ndarray]]:
     """Yield the whole cut along one dim into parts of these shapes, one for each rank."""
+    if any(len(shape) != whole.ndim for shape in shapes):
+        return
     for dim, size in enumerate(whole.shape):
-        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes if len(shape) == whole.ndim}
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
         if rest == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
             yield dict(enumerate(np.split(whole, np.cumsum([shape[dim] for shape in shapes])[:-1], dim)))
 

@@ -195,13 +195,13 @@ def parameters(facts: Facts) -> Found:
         spoken = f"each parameter sent by the rank that has updated it, in place of the collective at {after[0]}"
         repair = Repair("parameters", spoken, after[0])
         hypotheses.append(Hypothesis(repair, cause, after[0]))
-    op, found = _begun(facts, "parameters", next(mine for _, mine, _ in facts.holders(names[0])))
+    begun_at, found = _begun(facts, "parameters", next(mine for _, mine, _ in facts.holders(names[0])))
     casts = [one for one in found if one.repair.kind == "cast"]
     whole_first = [*_of_whole_tensors(facts, names), *casts]
     hypotheses = [*whole_first, *hypotheses, *(one for one in found if one not in casts)]
     yield facts.fault(
-        "parameters", words, after[0] if after else op or line, names=names, factor=factor, values=values, ranks=ranks,
-        lines=[line], hypotheses=hypotheses, seen=seen,
+        "parameters", words, after[0] if after else begun_at or line, names=names, factor=factor, values=values,
+        ranks=ranks, lines=[line], hypotheses=hypotheses, seen=seen,
     )  # fmt: skip
 
 

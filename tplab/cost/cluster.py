@@ -318,10 +318,14 @@ class Cluster:
         """
         kernels = self.chip.kernels
         if matmul is not None and kernels is not None:
-            return self.chip.matmul_seconds(*matmul[:3], dtype, matmul[3])
+            m, n, k, batch = matmul
+            return self.chip.matmul_seconds(m, n, k, dtype, batch)
         if attention is not None and kernels is not None and kernels.attention:
+            batch, heads, q_len, k_len, width, causal, backward = attention
             oldest = kernels.attention[0].name
-            computing = self.chip.attention_seconds(*attention[:5], dtype, *attention[5:], kernel=oldest)
+            computing = self.chip.attention_seconds(
+                batch, heads, q_len, k_len, width, dtype, causal, backward, kernel=oldest
+            )
             return max(computing, self.chip.seconds(0, bytes))
         return self.chip.seconds(flops, bytes, dtype)
 

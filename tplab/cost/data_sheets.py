@@ -10,20 +10,23 @@ _GPU_LAUNCH = 5e-6
 
 
 def _gpu(
-    name: str, half: float, single: float, double: float, eight: float, int8: float,
+    name: str, *, bits16: float, float32: float, float64: float, int8: float, float8: float | None = None,
     memory_bandwidth: float, memory: float, source: str,
 ) -> Chip:  # fmt: skip
-    """A GPU. Its FLOP/s: of both 16-bit dtypes, float32 (without TF32, as torch multiplies by default), float64 (tensor
-    cores where it has them), both 8-bit floats (0: it has none), int8."""
-    flops = {"bfloat16": half, "float16": half, "float32": single, "float64": double}
-    flops |= {"float8_e4m3fn": eight, "float8_e5m2": eight} if eight else {}
-    source = f"{source}. launch: assumed"
-    return Chip(name, flops | {"int8": int8}, memory_bandwidth, memory, _GPU_LAUNCH, source)
+    """A GPU, from its FLOP/s: of bfloat16 and float16, of float32 without TF32, as torch multiplies by default, of
+    float64 on tensor cores where it has them, of int8, and of both 8-bit floats if it has them."""
+    flops = {"bfloat16": bits16, "float16": bits16, "float32": float32, "float64": float64}
+    if float8 is not None:
+        flops |= {"float8_e4m3fn": float8, "float8_e5m2": float8}
+    flops["int8"] = int8
+    return Chip(name, flops, memory_bandwidth, memory, launch=_GPU_LAUNCH, source=f"{source}. launch: assumed")
 
 
 H100 = _gpu(
-    "H100 SXM 80GB", 989e12, 67e12, 67e12, 1979e12, 1979e12, 3.35e12, 80e9,
-    "NVIDIA H100 data sheet; its tensor-core peaks count sparsity: halved here",
+    "H100 SXM 80GB",
+    bits16=989e12, float32=67e12, float64=67e12, float8=1979e12, int8=1979e12,
+    memory_bandwidth=3.35e12, memory=80e9,
+    source="NVIDIA H100 data sheet; its tensor-core peaks count sparsity: halved here",
 )  # fmt: skip
 H200 = replace(
     H100,
@@ -34,8 +37,10 @@ H200 = replace(
     "https://aiwiki.ai/wiki/nvidia_h200, read 2026-11-26. launch: assumed",
 )
 A100 = _gpu(
-    "A100 SXM 80GB", 312e12, 19.5e12, 19.5e12, 0, 624e12, 2.039e12, 80e9,
-    "NVIDIA A100 80GB data sheet",
+    "A100 SXM 80GB",
+    bits16=312e12, float32=19.5e12, float64=19.5e12, int8=624e12,
+    memory_bandwidth=2.039e12, memory=80e9,
+    source="NVIDIA A100 80GB data sheet",
 )  # fmt: skip
 A100_40GB = replace(
     A100,
@@ -45,14 +50,18 @@ A100_40GB = replace(
     source="NVIDIA A100 data sheet, 40 GB. launch: assumed",
 )
 B200 = _gpu(
-    "B200 SXM 180GB", 2250e12, 75e12, 37e12, 4500e12, 4500e12, 7.7e12, 180e9,
-    "NVIDIA Blackwell data sheet, HGX B200: 4.5 PFLOPS in BF16 and 9 in FP8 and INT8, with sparsity, halved "
+    "B200 SXM 180GB",
+    bits16=2250e12, float32=75e12, float64=37e12, float8=4500e12, int8=4500e12,
+    memory_bandwidth=7.7e12, memory=180e9,
+    source="NVIDIA Blackwell data sheet, HGX B200: 4.5 PFLOPS in BF16 and 9 in FP8 and INT8, with sparsity, halved "
     "here; FP32 75, FP64 37 TFLOPS; 180 GB, 7.7 TB/s; as quoted at https://zdszero.github.io/Computer/Artificial_Intelligence/"
     "Hardware.html, read 2026-11-26",
 )  # fmt: skip
 GB200 = _gpu(
-    "GB200 186GB", 2500e12, 80e12, 40e12, 5000e12, 5000e12, 8e12, 186e9,
-    "NVIDIA Blackwell data sheet, one GPU of GB200 NVL72: 5 PFLOPS in BF16 and 10 in FP8 and INT8, with "
+    "GB200 186GB",
+    bits16=2500e12, float32=80e12, float64=40e12, float8=5000e12, int8=5000e12,
+    memory_bandwidth=8e12, memory=186e9,
+    source="NVIDIA Blackwell data sheet, one GPU of GB200 NVL72: 5 PFLOPS in BF16 and 10 in FP8 and INT8, with "
     "sparsity, halved here; FP32 80, FP64 40 TFLOPS; 186 GB, 8 TB/s; as quoted at https://zdszero.github.io/Computer/"
     "Artificial_Intelligence/Hardware.html, read 2026-11-26",
 )  # fmt: skip
@@ -61,12 +70,17 @@ _ULTRA = (
     "https://glennklockwood.com/garden/processors/B300, read 2026-11-26"
 )
 B300 = _gpu(
-    "B300 SXM 270GB", 2250e12, 75e12, 1.25e12, 4500e12, 150e12, 7.7e12, 270e9,
-    f"NVIDIA HGX B300: BF16 2.25, FP8 4.5 PFLOPS, INT8 0.15 POPS, FP32 75 TFLOPS; 270 GB, 7.7 TB/s; {_ULTRA}",
+    "B300 SXM 270GB",
+    bits16=2250e12, float32=75e12, float64=1.25e12, float8=4500e12, int8=150e12,
+    memory_bandwidth=7.7e12, memory=270e9,
+    source=f"NVIDIA HGX B300: BF16 2.25, FP8 4.5 PFLOPS, INT8 0.15 POPS, FP32 75 TFLOPS; 270 GB, 7.7 TB/s; {_ULTRA}",
 )  # fmt: skip
 GB300 = _gpu(
-    "GB300 279GB", 2500e12, 80e12, 1.25e12, 5000e12, 165e12, 8e12, 279e9,
-    f"NVIDIA GB300 NVL72, one GPU: BF16 2.5, FP8 5 PFLOPS, INT8 0.165 POPS, FP32 80 TFLOPS; 279 GB, 8 TB/s; {_ULTRA}",
+    "GB300 279GB",
+    bits16=2500e12, float32=80e12, float64=1.25e12, float8=5000e12, int8=165e12,
+    memory_bandwidth=8e12, memory=279e9,
+    source="NVIDIA GB300 NVL72, one GPU: BF16 2.5, FP8 5 PFLOPS, INT8 0.165 POPS, FP32 80 TFLOPS; 279 GB, 8 TB/s; "
+    f"{_ULTRA}",
 )  # fmt: skip
 TPU_V5E = Chip(
     "TPU v5e",

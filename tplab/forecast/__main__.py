@@ -75,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.model is None or given.gpus is None or given.batch is None:
         parser.error("give a model, --gpus and --batch, as in: llama3-70b --gpus 256 --batch 1024; or --rows")
     stack, sequence = given.stack or "megatron", SEQUENCE if given.sequence is None else given.sequence
-    if given.top < 1:
-        parser.error(f"top is {given.top}; it must be 1 or more")
+    for name in ("gpus", "batch", "sequence", "virtual", "top"):
+        if (number := getattr(given, name)) is not None and number < 1:
+            parser.error(f"{name} is {number}; it must be 1 or more")
     if given.compiled and stack != "fsdp":
         parser.error(f"--compiled is a choice of --stack fsdp; it changes nothing for {stack}")
     if given.html and not Path(given.html).parent.is_dir():

@@ -41,11 +41,11 @@ def expert_tp(tp: int, ep: int, etp: int | None = None) -> int:
     return etp or (1 if ep > 1 else tp)
 
 
-_LEAST = (
-    ("experts", "shared_ffn", "positions", "norms", "window", "dense_layers", "q_rank", "kv_rank", "rope_dim"),
-    ("layers", "hidden", "heads", "vocab", "end_norms", "kv_heads", "ffn", "head_dim", "dense_ffn", "value_dim"),
-)
-"""Sizes that may be 0, and sizes that must be at least 1."""
+_AT_LEAST = {
+    0: ("experts", "shared_ffn", "positions", "norms", "window", "dense_layers", "q_rank", "kv_rank", "rope_dim"),
+    1: ("layers", "hidden", "heads", "vocab", "end_norms", "kv_heads", "ffn", "head_dim", "dense_ffn", "value_dim"),
+}
+"""Sizes by the least that they may be."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Model:
 
     def __post_init__(self) -> None:
         one_of("norm", self.norm, NORMS)
-        for least, names in enumerate(_LEAST):
+        for least, names in _AT_LEAST.items():
             for name in names:
                 if (size := getattr(self, name)) is not None and size < least:
                     raise ShapeError(f"a model with {name}={size} is impossible; it is {least} or more")

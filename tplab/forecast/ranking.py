@@ -11,10 +11,13 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from tplab.cost import Cluster
 from tplab.forecast.block import Array, Block
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.memory import bytes_of, room
+from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
+from tplab.forecast.stacks import Stack
 from tplab.forecast.step import seconds_of
 
 TOO_LARGE, PERHAPS, SLOWER = "need more than", "may need more than", "fit, and lose most"
@@ -54,9 +57,10 @@ class Plans(Sequence[Forecast]):
     order           the indices of the plans that fit, the fastest first
     """
 
-    def __init__(self, blocks: Sequence[Block], refused: Counter[str], given: Any):
-        self.blocks, self.parts, self._refused, self._given = blocks, seconds_of(blocks, exact=False), refused, given
-        self.room = room(given[1].chip, given[4])
+    def __init__(self, blocks: Sequence[Block], refused: Counter[str], given: tuple[Model, Cluster, int, int, Stack]):
+        _, cluster, _, _, stack = self._given = given  # with the batch and the sequence
+        self.blocks, self.parts, self._refused = blocks, seconds_of(blocks, exact=False), refused
+        self.room = room(cluster.chip, stack)
         possible = [
             block.is_possible[:, None, None]
             & ((_of_pairs(block, "copies")[:, None] > 1) | (np.array(block.zeros) == 0))[:, None, :, None]

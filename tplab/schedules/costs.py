@@ -156,9 +156,10 @@ class Costs:
             return np.full(len(rows), float(table) / share)
         wanted = (schedule.num_stages, schedule.num_microbatches)[: table.ndim]
         if any(has < needs for has, needs in zip(table.shape, wanted)):
+            shapes = "or [stages]" if _DIMS[name] == 1 else "[stages] or [stages, microbatches]"
             raise ScheduleError(
                 f"the cost {name} has shape {table.shape}; this schedule has {schedule.num_stages} stages and "
-                f"{schedule.num_microbatches} microbatches: give one number, [stages] or [stages, microbatches]"
+                f"{schedule.num_microbatches} microbatches: give one number, {shapes}"
             )
         stage = np.maximum(schedule.stage[rows], 0)
         return table[stage] if table.ndim == 1 else table[stage, np.maximum(schedule.microbatch[rows], 0)]

@@ -18,8 +18,7 @@ _BLOCK = 1 << 16
 _NOTED = ("form", "start", "end", "bytes", "message", "step", "chunk", "contributors")
 _WIDTH = len(_NOTED)
 _FULL = _BLOCK * _WIDTH
-_SHARED = [name for name in STORED if name not in (*_NOTED, "part", "types", "after")]
-Form = namedtuple("Form", _SHARED, defaults=[DEFAULTS[name] for name in _SHARED if name in DEFAULTS])
+Form = namedtuple("Form", [name for name in STORED if name not in (*_NOTED, "part", "types", "after")])
 """The fields that events of one form share: rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase,
 reduction."""
 
@@ -86,24 +85,37 @@ class Recorder:
 
     # --- events --------------------------------------------------------------------------------------------------
 
-    def form(self, rank: int, kind: str, op: str, **shared: Any) -> int:
-        """The form of events that share these fields, for `note`. `shared` are further fields of `Form`.
+    def form(
+        self,
+        rank: int,
+        kind: str,
+        op: str,
+        axis: str | None = None,
+        group: tuple[int, ...] = (),
+        peer: int | None = None,
+        flops: int = 0,
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
+        where: str = "",
+        held: int = -1,
+        phase: str = "",
+        reduction: str = "",
+    ) -> int:
+        """The form of events that share these fields, for `note`.
 
         A form of the kind "message" is two events: the send on `rank` and the receive on `peer`.
         """
-        return self._form(rank, kind, op, shared)
-
-    def _form(self, rank: int, kind: str, op: str, shared: dict[str, Any]) -> int:
-        key = rank, kind, op, *shared.items()
+        peer = -1 if peer is None else peer
+        key = rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction
         number = self._forms.get(key)
         if number is None:
-            row = Form(rank, kind, op, **shared)
-            number, rows = len(self._rows), [row]
+            row, number = Form(*key), len(self._rows)
             if kind == "message":
-                receive = row._replace(rank=row.peer, kind="receive", peer=rank)
-                number, rows = ~number, [row._replace(kind="send"), receive]
+                number = ~number
+                self._rows += [row._replace(kind="send"), row._replace(rank=peer, kind="receive", peer=rank)]
+            else:
+                self._rows.append(row)
             self._forms[key] = number
-            self._rows += rows
         return number
 
     def note(
@@ -137,20 +149,29 @@ class Recorder:
         start: float,
         end: float,
         *,
+        axis: str | None = None,
+        group: tuple[int, ...] = (),
+        peer: int | None = None,
         bytes: int = 0,
+        flops: int = 0,
+        shape: tuple[int, ...] = (),
+        dtype: str = "",
         message: int = -1,
         step: int = -1,
         chunk: int = -1,
         contributors: tuple[int, ...] = (),
         values: np.ndarray | None = None,
+        where: str = "",
+        held: int = -1,
+        phase: str = "",
+        reduction: str = "",
         part: tuple[int, ...] = (),
-        **shared: Any,
     ) -> int:
         """Record one event; the arguments are the fields of `Event`. Returns the number of its message.
 
         The kind "message" records the send on `rank` and the receive on `peer`, with a number of their own.
         """
-        form = self._form(rank, kind, op, shared)
+        form = self.form(rank, kind, op, axis, group, peer, flops, shape, dtype, where, held, phase, reduction)
         message = self.next_message() if form < 0 else message
         self.note(form, start, end, bytes, message, step, chunk, contributors, values, part)
         return message
@@ -209,7 +230,7 @@ class Recorder:
         codes = np.zeros(len(note_of), np.int32)
         codes[first[list(self._parts)]] = parts.of("part", list(self._parts.values()))
         columns["part"] = list(parts), codes
-        for name, given in zip(_SHARED, zip(*self._rows) if self._rows else [()] * len(_SHARED)):
+        for name, given in zip(Form._fields, zip(*self._rows) if self._rows else [()] * len(Form._fields)):
             if name in NUMBERS:
                 columns[name] = number_column(name, list(given), len(given))[form]
             else:
@@ -222,11 +243,22 @@ class Recorder:
                 columns[name] = list(table), codes
         rows = np.flatnonzero(np.isin(note_of, list(self._values)))
         values = {row: self._values[note] for row, note in zip(rows.tolist(), note_of[rows].tolist(), strict=True)}
-        columns |= {"title": self.title, "framework": self.framework, "clock": clock, "unit": unit, "cluster": cluster}
         chunks = [(code % self.mesh.size, code // self.mesh.size) for code in self._chunks]
         names = [self._chunk_names.get(number, "") for number in range(len(chunks))]
-        about = {"figures": figures, "warnings": warnings, "chunks": chunks, "chunk_names": names}
-        return Trace.from_columns(self.mesh, values=values, **columns, **about)
+        return Trace.from_columns(
+            self.mesh,
+            **columns,
+            values=values,
+            title=self.title,
+            framework=self.framework,
+            clock=clock,
+            unit=unit,
+            cluster=cluster,
+            figures=figures,
+            warnings=warnings,
+            chunks=chunks,
+            chunk_names=names,
+        )
 
     def _waits(self, times: When) -> dict[str, np.ndarray]:
         """The waits that took time, as a block of notes."""

@@ -18,8 +18,7 @@ from tplab.widgets.paper.still import still
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.stacks import drawing
 
-Kinds = drawing.Predicted
-Predicted = Kinds | Sequence[Kinds]
+Predicted = drawing.Predicted | Sequence[drawing.Predicted]
 """kind -> bytes, the same on every rank; or one such mapping for each rank."""
 
 
@@ -34,7 +33,7 @@ class MemoryTimeline(Card):
     def __init__(
         self,
         memories: Mapping[str, Memory],
-        predicted: Mapping[str, Sequence[Kinds]],
+        predicted: Mapping[str, Sequence[drawing.Predicted]],
         title: str,
         rank: int,
     ):
@@ -113,7 +112,7 @@ def memory_timeline(
     return MemoryTimeline(memories, {name: _per_rank(one, *sizes) for name, one in given.items()}, title, rank)
 
 
-def _per_rank(predicted: Any, num_ranks: int) -> list[Kinds]:
+def _per_rank(predicted: Any, num_ranks: int) -> list[drawing.Predicted]:
     listed = [predicted] * num_ranks if isinstance(predicted, Mapping) else list(predicted)
     if len(listed) != num_ranks:
         raise ValueError(f"predicted is of {len(listed)} ranks, and the run has {num_ranks}; give one for each")

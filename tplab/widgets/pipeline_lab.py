@@ -20,7 +20,7 @@ from tplab.widgets.schedule.workbench import Workbench, check_settings, choices
 P = ParamSpec("P")
 
 
-def by_hand(change: Callable[Concatenate[Any, P], bool]) -> Callable[Concatenate[Any, P], bool]:
+def by_hand(change: Callable[Concatenate[Workbench, P], bool]) -> Callable[Concatenate[PipelineLab, P], bool]:
     """A change of the workbench as a method of the card, which then shows it."""
 
     @in_turn
@@ -66,8 +66,10 @@ class PipelineLab(Lab, Gantt):
             self.step = min(self.step, float(self.num_steps))
             super()._take()
 
-    move, paste = by_hand(Workbench.move), by_hand(Workbench.paste)
-    undo, reset = by_hand(Workbench.undo), by_hand(Workbench.reset)
+    move = by_hand(Workbench.move)
+    paste = by_hand(Workbench.paste)
+    undo = by_hand(Workbench.undo)
+    reset = by_hand(Workbench.reset)
 
     def export(self, kind: str) -> str:
         """The schedule as text: "svg", "csv" (torch's form) or "perfetto" (JSON that ui.perfetto.dev opens)."""

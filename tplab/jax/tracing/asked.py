@@ -263,7 +263,7 @@ class Asked:
     ) -> Any:
         """Read a jaxpr that an equation runs. A scan passes rows and stacks results; loops feed their carry back."""
         name, inputs = eqn.primitive.name, opened(inner)[0].invars
-        carry, row_dims = list[int](), int(name == "scan")
+        carry: list[int] = []
         if name == "scan":
             consts, carry, wholes = loop_parts(eqn, reads)
             rows = list(map(self._new, inputs[len(consts) + len(carry) :]))
@@ -279,9 +279,11 @@ class Asked:
         if name == "shard_map" or key == "cond_jaxpr":
             return numbered
         for place, (output, result) in enumerate(zip(outputs, made, strict=True)):
-            around = carry[place : place + 1]
-            self._links.setdefault(output, []).append((result, 0 if around else row_dims))
-            self._links[output] += [(first, 0) for first in around]
+            links = self._links.setdefault(output, [])
+            if place < len(carry):
+                links += [(result, 0), (carry[place], 0)]
+            else:
+                links.append((result, 1 if name == "scan" else 0))
         return numbered
 
     def _constraint(self, eqn: Any, jaxpr: Any, line: str, read: int, made: int) -> Any:

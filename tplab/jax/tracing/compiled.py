@@ -54,7 +54,9 @@ class CompiledCollective:
 
 def times_text(count: int | None, at_most: int | None) -> str:
     """ "3 x", "at most 3 x", "in a loop"."""
-    return "in a loop" if at_most is None else f"{'at most ' * (count is None)}{at_most} x"
+    if at_most is None:
+        return "in a loop"
+    return f"at most {at_most} x" if count is None else f"{at_most} x"
 
 
 class CompiledCollectives(tuple[CompiledCollective, ...]):

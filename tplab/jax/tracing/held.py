@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,13 @@ Rule = Callable[[list[PerRank]], list[PerRank]]
 """The values of some variables on every rank -> those of the variables computed from them."""
 
 
-@dataclass(slots=True, eq=False)
+class Chunk(Protocol):
+    """The number of the chunk that is piece `piece` of what a rank held, known in the program as `name`."""
+
+    def __call__(self, origin_rank: int, piece: int, name: str = "") -> int: ...
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class _Node:
     """A computation that is carried out when its results are first needed."""
 
@@ -35,7 +41,7 @@ class _Node:
     results: list[PerRank] | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # it refers to what it was computed from, and so on
 class Held:
     """The contents of one variable of type `aval`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from tplab.jax.tracing.exchange import EXCHANGES
 from tplab.jax.tracing.held import (
     MOVES,
     NAMES_UP_TO,
+    Chunk,
     Held,
     Needed,
     PerRank,
@@ -38,12 +39,9 @@ MOST_ITERATIONS = 10_000  # of a while_loop
 
 
 class Walk:
-    """Follows a program on all ranks at once and collects their `tasks`.
+    """Follows a program on all ranks at once and collects their `tasks`; `chunk` numbers the chunks."""
 
-    chunk   (rank, piece, its name in the program) -> the number of the chunk
-    """
-
-    def __init__(self, mesh: Mesh, chunk: Callable[..., int], reports: Reports):
+    def __init__(self, mesh: Mesh, chunk: Chunk, reports: Reports):
         self.mesh, self._chunk, self._reports = mesh, chunk, reports
         self.tasks: list[Task] = []
         self.kept: list[int] = []  # tasks with an effect, which run even if no result needs them
@@ -132,6 +130,8 @@ class Walk:
         has_effect = "callback" in name or "debug" in name
         if not is_free(name, inputs, outputs):
             first = outputs[0] if outputs else inputs[0]
+            # what is needed later cannot be overwritten
+            copies = is_update(name) and any(needed.later(inputs[0]) for needed in self._needed)
             number = self._add(
                 Task(
                     "compute",
@@ -140,12 +140,7 @@ class Walk:
                     tuple(sorted(needs)),
                     first.shape,
                     str(first.dtype),
-                    bytes_of(
-                        name,
-                        inputs,
-                        outputs,
-                        is_update(name) and any(needed.later(inputs[0]) for needed in self._needed),
-                    ),
+                    bytes_of(name, inputs, outputs, copies),
                     where,
                     flops_of(name, eqn.params, inputs, outputs),
                     carried=first,

@@ -23,10 +23,12 @@ def in_turns(name: str, ahead: int | None, late: int | None = None, **sizes: int
     (torch requires equal groups; Megatron-LM's have p microbatches unless it is told another number). If all forwards
     come first, there is one group.
     """
-    p, m, v = (*counts(**sizes), 1)[:3]
-    groups, rows = cut(m, 1 if ahead is None else max(1, m // p), "even"), []
+    p, m, *virtual = counts(**sizes)
+    v = virtual[0] if virtual else 1
+    groups = cut(m, 1 if ahead is None else max(1, m // p), "even")
     microbatch = np.concatenate([np.tile(group, v) for group in groups])
     turn = np.concatenate([np.arange(v).repeat(len(group)) for group in groups]) * p
+    rows = []
     for r in range(p):
         lead = m * v if ahead is None else ahead * (p - 1 - r) + (v - 1) * len(groups[0])
         forwards = row(F, turn + r, microbatch)

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from tplab.checking.recording import Seen
 from tplab.checking.repairs import Kind, Repair
-from tplab.torch.checking.names import parameters_of
+from tplab.torch.checking.names import Names, parameters_of
 from tplab.torch.comm.collectives import barrier
 from tplab.torch.private import local_of
 from tplab.torch.ranks.rank import this_rank
+
+
+class Watching(Protocol):
+    """The rank whose run is repaired."""
+
+    names: Names
+    seen: Seen
+    is_looking: bool
+    is_measured: bool
+
+    def line(self) -> str: ...
+
+    def looks(self) -> AbstractContextManager[None]: ...
 
 
 class MendedSteps:
@@ -26,7 +41,7 @@ class MendedSteps:
     num_rows  of the samples that its model was called with last
     """
 
-    def __init__(self, repairs: Sequence[Repair], board: dict[Any, dict[int, Any]], watched: Any):
+    def __init__(self, repairs: Sequence[Repair], board: dict[Any, dict[int, Any]], watched: Watching):
         self._repairs, self._board, self._watched = repairs, board, watched
         self.rank = this_rank().rank
         self._turns: Counter[Any] = Counter()

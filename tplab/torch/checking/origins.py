@@ -98,24 +98,31 @@ _BETWEEN = 4
 class NumbersMade(TorchFunctionMode):
     """A mode that marks each node of autograd's graph whose result is a single number with its line.
 
-    watched   the rank (`Watched`), which calls each function, and notes every other one
+    line    returns the line that runs
+    call    calls the function
+    others  is called with every other function, its arguments and its result
     """
 
-    def __init__(self, watched: Any):
+    def __init__(
+        self,
+        line: Callable[[], str],
+        call: Callable[..., Any],
+        others: Callable[[Callable[..., Any], Sequence[Any], Any], None],
+    ):
         super().__init__()
-        self._watched = watched
+        self._line, self._call, self._others = line, call, others
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = self._watched.call(func, args, kwargs or {})
+        found = self._call(func, args, kwargs or {})
         if transform() is not None:
             return found  # inside a torch.func transform, tensors have no values
         if isinstance(found, Tensor) and (node := node_of(found)) is not None:
             if found.numel() == 1:
-                node.metadata.setdefault(_KEY, (self._watched.line(), times(getattr(func, "__name__", ""), args)))
+                node.metadata.setdefault(_KEY, (self._line(), times(getattr(func, "__name__", ""), args)))
         else:
-            self._watched.compute(func, (*args, *(kwargs or {}).values()), found)
+            self._others(func, (*args, *(kwargs or {}).values()), found)
         return found
 
 

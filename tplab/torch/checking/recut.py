@@ -9,7 +9,7 @@ from itertools import combinations, islice, product
 import numpy as np
 
 from tplab.checking.tried import Trial
-from tplab.layout import MOST_PARTS, Layout, layouts_for, local_shape_of
+from tplab.layout import MOST_PARTS, Layout
 from tplab.mesh import Mesh
 
 MOST_TRIES = 24  # forward passes
@@ -45,6 +45,7 @@ def modules_like(name: str) -> str:
 
 def _in_parts(whole: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, Layout]:
     """Return the layouts with the same spec in which several parts are fused, by their number."""
-    local = [local_shape_of(whole.shape, layout, mesh, rank) for rank in mesh.ranks]
-    alike = [one for one in layouts_for(whole.shape, local, mesh) if one.spec == layout.spec and one.parts]
-    return {len(one.parts): one for one in alike}
+    (dim,) = layout.split_dims
+    size, num_ranks = whole.shape[dim], mesh.axis_size(layout.spec[dim])
+    fitting = [count for count in range(2, MOST_PARTS + 1) if size % (count * num_ranks) == 0]
+    return {count: Layout(layout.spec, (size // count,) * count) for count in fitting}

@@ -46,7 +46,7 @@ class Watch:
         self.trails[rank] = watched.recorder.trail
         sys.stdout, stdout = _Noted(sys.stdout, watched.print), sys.stdout  # type: ignore[assignment]
         try:
-            with NumbersMade(watched):
+            with NumbersMade(watched.line, watched.call, watched.compute):
                 yield
             self.has_ended[rank] = True
         except Enough:

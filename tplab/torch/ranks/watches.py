@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable
 from time import sleep  # a program's own may give its turn away
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from tplab.torch.ranks.program import is_program
-
-Seat = Any
 
 OF_RANKS, OF_THREADS, OF_FILES, OF_OTHERS = 0.0, 0.5, 60.0, math.inf
 """What can end a wait, as the seconds for which it may still end when no thread that takes turns can go on: ranks
@@ -46,9 +44,23 @@ class Nap(NamedTuple):
     since: float
 
 
-class Watches:
-    """What each seat of `turns` waits for. A seat whose wait ends is removed; `causes` has the seat whose turn it was
-    then.
+class Waiting(Protocol):
+    """What watches need of a seat."""
+
+    number: int
+
+    @property
+    def home(self) -> Any: ...
+
+    @property
+    def is_daemon(self) -> bool: ...
+
+
+Seat = TypeVar("Seat", bound=Waiting)
+
+
+class Watches(Generic[Seat]):
+    """What each seat waits for. A seat whose wait ends is removed; `causes` has the seat whose turn it was then.
 
     by_seat     what they wait for
     naps        timed waits since the run last made progress

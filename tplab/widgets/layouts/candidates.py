@@ -135,8 +135,8 @@ class Measured(NamedTuple):
 class Candidates(Bench):
     """Plans for training a model, one of which is chosen.
 
-    settings   the state of the controls: model (a name, or the sizes of `own`), cluster, gpus, batch, sequence, stack;
-               and the task that the reader works on, "" for none
+    settings   the state of the controls: model (a name, or text as in `sizes_of`), cluster, gpus, batch, sequence,
+               stack; and the task that the reader works on, "" for none
     survey     the search's result for them
     shown      the plans in the picture, the fastest first; added ones come last. Each has an estimate or a forecast:
                the best, the chosen and the measured plans always have a forecast

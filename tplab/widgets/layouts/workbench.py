@@ -22,7 +22,8 @@ class Workbench(Candidates):
     """The candidates with everything that is drawn and said of them."""
 
     tasks = TASKS
-    _of, _drawn = None, packed([])
+    _of: Any = None  # the state that `_drawn` shows
+    _drawn: tuple[dict[str, Any], dict[str, Any]]
 
     def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
         if "choose" in message:

@@ -1,4 +1,7 @@
-"""The base of all widgets in Python: assembling their JavaScript, and the picture that is shown without a kernel."""
+"""The base of all widgets in Python: assembling their JavaScript, and the picture that is shown without a kernel.
+
+`Step` is the trait of those with a playhead, and `Played` a card of scenes under one, drawn by static/tiles.js.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The card around a still picture, on any sheet: its heading, its warnings and figures, its playhead and time axis."""
+"""The card around a still picture, on any sheet: its heading, its warnings and figures, its playhead and time
+axis; and where a playhead rests."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, LINE, PAPER
 
 MARGIN = 18
-MAX_STEPS = 400
+MAX_STEPS = 400  # of a playhead
 _LINE = 16
 
 
@@ -55,15 +56,16 @@ def draw_playhead(sheet: Sheet, x: float, top: float, bottom: float) -> None:
     sheet.box(x - 3.2, top - 4.2, 6.4, 6.4, fill=ACCENT, radius=3.2)
 
 
-def rests(ends: np.ndarray, last: float = 0.0) -> np.ndarray:
-    """The start, every distinct moment at which an action ends, and `last`, if it is later; or, if those are too many,
-    evenly spaced times."""
+def rests(ends: np.ndarray, last: float = 0.0, begin: float = 0.0) -> np.ndarray:
+    """The times at which the playhead rests: `begin`, every distinct moment at which an action ends, and `last`, if it
+    is later; or, if those are too many, evenly spaced times."""
     ends = np.sort(np.append(ends, last))
     last = float(ends[-1])
-    ends = ends[(ends > 1e-9 * last) & (np.diff(ends, append=np.inf) > 1e-9 * last)]
+    near = 1e-9 * (last - begin)
+    ends = ends[(ends - begin > near) & (np.diff(ends, append=np.inf) > near)]
     if len(ends) > MAX_STEPS:
-        return np.linspace(0.0, last, MAX_STEPS + 1)
-    return np.append(0.0, ends if len(ends) else last)
+        return np.linspace(begin, last, MAX_STEPS + 1)
+    return np.append(begin, ends if len(ends) else last)
 
 
 def lines_said(width: float, head: str, said: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""A task of a lab: a goal to reach with its controls, judged by the lab's own simulator."""
+"""What a lab asks of its reader, and what its card, or a page, asks of the lab.
+
+A task is a goal to reach with the controls, judged by the lab's own simulator. A bench computes the lab.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,7 @@ class Bench(ABC):
     settings: dict[str, Any]
     notice: str
     is_stale: bool
-    _sent = b""  # the board that the page has
+    _sent = b""  # the board that the page has, if it is known
 
     @abstractmethod
     def check(self, settings: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a simulated pipeline schedule, each with its formula."""
+"""The figures of a simulated pipeline schedule, each with its formula; and the names that papers give to schedules."""
 
 from __future__ import annotations
 

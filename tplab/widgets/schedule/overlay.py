@@ -68,11 +68,12 @@ class Overlay:
         """Times closer together than this count as equal."""
         return 1e-9 * float(self.times[-1])
 
-    def name(self, row: int) -> str:
-        """ "F3"; or "F3 of stage 5" if a rank holds several stages."""
+    @cached_property
+    def names(self) -> list[str]:
+        """Of each action: "F3"; or "F3 of stage 5" if a rank holds several stages."""
         schedule = self.predicted.schedule
-        action = schedule.action(row)
-        return action.label if schedule.num_stages == schedule.num_ranks else in_words(action)
+        actions = map(schedule.action, range(len(schedule)))
+        return [one.label if schedule.num_stages == schedule.num_ranks else in_words(one) for one in actions]
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,14 @@ def now(over: Overlay, position: float) -> Now:
 
 
 def at(over: Overlay, time: float) -> Now:
-    near, ranks = over.tolerance, over.predicted.schedule.num_ranks
+    """The picture at a time."""
+    near, rank = over.tolerance, over.actions["rank"]
 
     def under_way(start: np.ndarray, end: np.ndarray) -> list[list[int]]:
-        rows = np.flatnonzero((start <= time + near) & (time < end - near))
-        return [rows[over.actions["rank"][rows] == rank].tolist() for rank in range(ranks)]
+        found: list[list[int]] = [[] for _ in range(over.predicted.schedule.num_ranks)]
+        for row in np.flatnonzero((start <= time + near) & (time < end - near)).tolist():
+            found[rank[row]].append(row)
+        return found
 
     start, end, due_start, due_end = (over.actions[name] for name in ("start", "end", "due_start", "due_end"))
     done, were_due = (int(np.count_nonzero(ends <= time + near)) for ends in (end, due_end))
@@ -142,7 +146,7 @@ def say(over: Overlay, moment: Now) -> tuple[str, str, str]:
     """The position of the playhead, what the ranks do there and were predicted to do, and how far they have come."""
     unit, ranks, texts = over.trace.unit, over.comparison.ranks, {}
     for index, (runs, due) in enumerate(zip(moment.runs, moment.due)):
-        does, was = (" + ".join(map(over.name, rows)) for rows in (runs, due))
+        does, was = (" + ".join(over.names[row] for row in rows) for rows in (runs, due))
         text = f"rank {ranks[index]} runs {does or 'no action'}"
         texts[index] = text if runs == due else f"{text} ({was or 'nothing'} was due)"
     num_actions = len(over.actions["rank"])
@@ -256,11 +260,11 @@ def sent(of: Overlay) -> bytes:
         "facts": facts(of),
     }
     others = {f"other_{name}": column for name, column in of.others.items()}
-    others["stops"] = np.unique([of.actions[name] for name in ("start", "end", "due_start", "due_end")])
-    header["said"] = [say(of, at(of, time))[1:] for time in others["stops"].tolist()]
+    stops = np.unique([of.actions[name] for name in ("start", "end", "due_start", "due_end")])
+    header["said"] = [say(of, at(of, time))[1:] for time in stops.tolist()]  # from each stop to the next
     if of.trace.warnings:
         header["warning"] = words.warning(of.trace)
-    return pack(header, {**of.actions, **others, **drawn})
+    return pack(header, {**of.actions, **others, **drawn, "stops": stops})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

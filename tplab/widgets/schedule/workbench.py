@@ -61,6 +61,7 @@ class Workbench(Bench):
         self._past: list[dict[str, Any]] = []  # the settings before each change by hand
         self.notice, self.is_stale = "", False
         self._answer()
+        self._sent = self.board()  # a page is made with it
 
     @property
     def run(self) -> Simulation:

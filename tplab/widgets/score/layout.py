@@ -103,8 +103,9 @@ def layout(score: Score) -> Layout:
     sends = score.bars["kind"] == SEND
     used = set(zip(score.bars["rank"][sends].tolist(), score.bars["peer"][sends].tolist()))
     pairs = sorted(pair for pair in used if pair[0] != pair[1])
-    both, labels = {pair: pair[::-1] in used for pair in pairs}, list[tuple[float, float, str]]()
-    large_axes, wide = [size for size in mesh.shape.values() if size > 1], NUMBER if score.shows_numbers else SLOT
+    both = {pair: pair[::-1] in used for pair in pairs}  # whether messages go both ways
+    labels: list[tuple[float, float, str]] = []
+    large_axes = [size for size in mesh.shape.values() if size > 1]
     if score.is_pipeline and boxes and mesh.size == max(mesh.shape.values()):
         centres = _grid(mesh.size, 8, (size[0] + 16, size[1] + 24))
         curves = {pair: _line_link(centres, pair, 8, size) for pair in pairs}
@@ -117,6 +118,7 @@ def layout(score: Score) -> Layout:
         curves = {pair: _grid_link(centres, pair, columns, size, both[pair]) for pair in pairs}
         labels = _axis_labels(mesh, centres, columns, size)
     links = {pair: _trim(curve, size, boxes) for pair, curve in curves.items()}
+    wide = NUMBER if score.shows_numbers else SLOT
     return replace(_placed(boxes, centres, size, slots, links, labels), wide=wide)
 
 

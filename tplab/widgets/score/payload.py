@@ -1,5 +1,5 @@
-"""A score as it is sent to the browser: everything that the widgets of a trace need for drawing, and
-their legends, which have only what is in the pictures."""
+"""A score as it is sent to the browser: everything that the widgets of a trace need for drawing, and their legends,
+which have only what is in the pictures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _of_pipeline(score: Score) -> list[Key]:
     return keys + [Key(says[flow][0], mix(says[flow][1], 0.24), says[flow][1]) for flow in (1, 2, 0) if flow in there]
 
 
-MAX_NUMBERS = 6000  # of contents: 24 KB
+MAX_NUMBERS = 6000  # of contents
 
 
 def picture(score: Score) -> bytes:

@@ -58,8 +58,7 @@ def _is_apart(trace: Trace, columns: dict[str, np.ndarray]) -> np.ndarray:
 
 def moments(columns: dict[str, np.ndarray]) -> np.ndarray:
     """When the steps begin: each distinct moment at which an action ends; the last one is the end of the run."""
-    begin = float(columns["start"].min())
-    return begin + rests(columns["end"][_rows(columns)] - begin, float(columns["end"].max()) - begin)
+    return rests(columns["end"][_rows(columns)], float(columns["end"].max()), float(columns["start"].min()))
 
 
 def flows(columns: dict[str, np.ndarray], send: int) -> np.ndarray:
