@@ -13,7 +13,7 @@ from tplab.sequence.layout import LayoutName, TokenLayout, layout_of
 from tplab.sequence.tiles import AttentionMask
 from tplab.sharding import names_in, share
 
-Array = TypeVar("Array")
+Array = TypeVar("Array", bound=Any)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
