@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tplab.cost import find
+from tplab.data import hiding
 from tplab.data.hiding import H100S, SCHEMES, block_parameters, step_seconds, thresholds, tokens_to_hide
 
 SOURCES = Path(__file__).parents[2] / "labs" / "source"
@@ -31,6 +32,15 @@ def test_one_token_less_is_not_hidden(scheme, name):
     for few, hidden in ((tokens - 1, False), (tokens, True)):
         computing, sending = step_seconds(scheme, few, name, 16)
         assert (computing >= sending) is hidden
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_only_numbers_near_the_answer_are_tried(scheme, monkeypatch):
+    """In a browser, an index has 32 bits."""
+    tried = []
+    monkeypatch.setattr(hiding, "step_seconds", lambda *args: tried.append(args[1]) or step_seconds(*args))
+    tokens = tokens_to_hide(scheme, "h100", 16)
+    assert max(tried) <= 2 * tokens
 
 
 def test_what_is_sent_by_hand():

@@ -1,8 +1,13 @@
 """Quantised all_gather and reduce_scatter: against NumPy within the stated bounds, with the stated bytes."""
 
+import gc
+import inspect
+
 import numpy as np
 import pytest
+import torch
 
+import tplab.torch as tt
 from tests.data.test_quantization import error_bound
 from tests.frameworks import FRAMEWORKS, Framework, on_each_rank
 from tplab import Mesh, P
@@ -31,6 +36,20 @@ def rounded(x, bits, block=BLOCK):
 
 def off_by_at_most(x, bits, block=BLOCK):
     return error_bound(reference.quantize(x, bits, block))
+
+
+def test_their_signatures_say_what_they_return(fw):
+    for collective in (fw.lab.quantized_all_gather, fw.lab.quantized_reduce_scatter):
+        assert inspect.signature(collective).return_annotation in ("Tensor", "Array")
+
+
+def test_a_reduction_in_flight_keeps_codes_and_not_the_numbers():
+    def program(x):
+        handle = tt.start(tt.quantized_reduce_scatter, x, "tp")
+        kept = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.shape == (1, 21, 11)]
+        return len(kept), handle.wait()
+
+    assert tt.run(program, Mesh(tp=1), torch.ones(21, 11)).per_rank[0][0] == 0
 
 
 # ------------------------------------------------------------------------------------------------------ all_gather

@@ -2,6 +2,7 @@
 
 import inspect
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+import tplab.torch as tt
 from tests.frameworks import FRAMEWORKS, Framework, gathers_alike, in_both
 from tests.sharded import check, close, double, flat, nested, numbers
 from tplab import Mesh, P
@@ -440,3 +442,17 @@ def test_twins_are_made_alike(name):
     twins = [inspect.signature(getattr(FRAMEWORKS[f]().lab, name).__init__).parameters for f in ("torch", "jax")]
     about = [[(p.name, p.kind, p.default, p.annotation) for p in list(twin.values())[1:]] for twin in twins]
     assert about[0] == about[1]
+
+
+def test_a_subclass_shows_the_arguments_of_the_layer():
+    class Query(tt.ColumnParallelLinear):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+
+    class Narrow(tt.RowParallelLinear):
+        def __init__(self):
+            super().__init__(8, 4, "tp", bias=False)
+
+    query, narrow = tt.run(lambda: (repr(Query(4, 8, "tp")), repr(Narrow())), Mesh(tp=2)).per_rank[0]
+    assert query == "Query(4, 8, 'tp', bias=True, gather_output=False, sequence_dim=None)"
+    assert narrow.startswith("Narrow(8, 4, 'tp', bias=False, ")

@@ -15,7 +15,7 @@ from tests.frameworks import FRAMEWORKS, Framework, in_both
 from tests.pairwise import pairs
 from tests.sharded import close, double, numbers
 from tplab import Mesh, P
-from tplab.errors import RankError, ShapeError
+from tplab.errors import MeshError, RankError, ShapeError
 from tplab.sequence import LAYOUTS, SCHEMES, AttentionMask, LayoutName, Scheme, TokenLayout, attention_bytes
 
 BATCH, SEQUENCE, WIDTH = 2, 48, 4
@@ -250,6 +250,14 @@ def test_what_does_not_fit_is_refused(fw: Framework, scheme: str, heads: Any, ab
     shapes = [(1, h, 5, 2) for h in (heads[0], heads[1], heads[1])]
     with pytest.raises(ShapeError, match=f"(?s){message}"):
         failing(fw, Mesh(cp=4), scheme, shapes, **about)
+
+
+@pytest.mark.parametrize("axes", [("cp", "cp"), (("dp", "cp"), "cp")])
+def test_heads_and_ring_on_one_axis_are_refused(fw: Framework, axes: tuple[Any, Any]):
+    mesh = Mesh(dp=2, cp=2)
+    xs = [fw.array(np.ones((1, 4, 4, 2), "float32"))] * 3
+    with pytest.raises(MeshError, match="each once"):
+        fw.lab.run(lambda *xs: fw.lab.head_ring_attention(*xs, *axes), mesh, *xs)
 
 
 def test_dropout_is_refused(fw: Framework):

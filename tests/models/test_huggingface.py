@@ -582,6 +582,17 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_a_parameter_of_the_model_itself_is_in_no_module_that_a_plan_could_name():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.up, self.down = nn.Parameter(torch.ones(4)), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    plan = {"scale": "column", "up": "column", "down": "row"}
+    with pytest.raises(PlanError, match="'scale' matches no module of Scaled; similar names are 'up', 'down'"):
+        run(lambda: parallelize(Scaled(), plan), Mesh(tp=2))
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_wrong_plan_is_refused_with_the_reason(what):
     change, reason = REFUSED[what]

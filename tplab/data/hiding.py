@@ -98,7 +98,10 @@ def tokens_to_hide(
         computing, sending = step_seconds(scheme, tokens, cluster, num_ranks, width)
         return computing >= slower * sending
 
-    return 1 + bisect_left(range(1, 1 << 40), True, key=is_hidden)
+    enough = 1
+    while not is_hidden(enough):
+        enough *= 2
+    return 1 + bisect_left(range(1, enough), True, key=is_hidden)
 
 
 def thresholds(scheme: Scheme, num_ranks: int, width: int = WIDTH) -> list[Threshold]:

@@ -11,9 +11,10 @@ from tplab.errors import ShapeError
 from tplab.mesh import Axis
 from tplab.sequence.layout import LayoutName, TokenLayout, layout_of
 from tplab.sequence.tiles import AttentionMask
-from tplab.sharding import share
+from tplab.sharding import names_in, share
 
-Array = TypeVar("Array")
+Array = TypeVar("Array", bound=Any)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Call(NamedTuple):
@@ -26,7 +27,7 @@ class Call(NamedTuple):
     return_lse: bool
 
 
-def over_axis(attend: Callable[..., Any], axis_size: Callable[[Axis], int]) -> Any:
+def over_axis(attend: Callable[..., Any], axis_size: Callable[[Axis], int]):
     """The function (q, k, v, axis, *, ...) that calls attend(call, q, k, v, axis), and has its name and docstring."""
 
     def attention(
@@ -44,13 +45,14 @@ def over_axis(attend: Callable[..., Any], axis_size: Callable[[Axis], int]) -> A
         return_lse: bool = False,
     ) -> Any:
         scale = check_attention(attend.__name__, q, k, v, scale, dropout)
-        tokens, mask = _tokens(layout, q, axis_size(axis)), AttentionMask(causal, window, documents)
+        tokens = layout_of(layout, q.shape[2], axis_size(axis))
+        mask = AttentionMask(causal, window, documents)
         return attend(Call(attend.__name__, tokens, mask, scale, return_lse), q, k, v, axis)
 
     return _as(attend, attention)
 
 
-def over_two_axes(attend: Callable[..., Any], axis_size: Callable[[Axis], int]) -> Any:
+def over_two_axes(attend: Callable[..., Any], axis_size: Callable[[Axis], int]):
     """The same of two axes, (q, k, v, head_axis, ring_axis, *, ...), which share the sequence together."""
 
     def attention(
@@ -69,18 +71,15 @@ def over_two_axes(attend: Callable[..., Any], axis_size: Callable[[Axis], int]) 
         return_lse: bool = False,
     ) -> Any:
         scale = check_attention(attend.__name__, q, k, v, scale, dropout)
-        tokens = _tokens(layout, q, axis_size(head_axis) * axis_size(ring_axis))
+        both = *names_in(ring_axis), *names_in(head_axis)
+        tokens = layout_of(layout, q.shape[2], axis_size(both))  # refuses an axis that is in both
         mask = AttentionMask(causal, window, documents)
         return attend(Call(attend.__name__, tokens, mask, scale, return_lse), q, k, v, head_axis, ring_axis)
 
     return _as(attend, attention)
 
 
-def _tokens(layout: LayoutName | TokenLayout, q: Any, num_ranks: int) -> TokenLayout:
-    return layout_of(layout, q.shape[2], num_ranks)
-
-
-def _as(attend: Callable[..., Any], attention: Callable[..., Any]) -> Any:
+def _as(attend: Callable[..., Any], attention: Function) -> Function:
     """`attention` with the name and docstring of `attend`, and its own signature."""
     wraps(attend, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=())(attention)
     del attention.__wrapped__  # type: ignore[attr-defined]

@@ -232,9 +232,18 @@ def shard_optimizer(
     `update` raises ValueError for gradients that JAX has added up, unless is_reduced is set.
     Rajbhandari et al. 2020, section 5.1.
     """
-    send = gather or gather_copies, reduce or reduce_rows
-    dtypes = master_dtype, reduce_dtype
-    return ShardedOptimizer(optimizer, axis, op, replicate_axis, *dtypes, *send, specs, is_reduced=is_reduced)
+    return ShardedOptimizer(
+        optimizer,
+        axis,
+        op,
+        replicate_axis,
+        master_dtype,
+        reduce_dtype,
+        gather or gather_copies,
+        reduce or reduce_rows,
+        specs,
+        is_reduced=is_reduced,
+    )
 
 
 # --- stage 2 ----------------------------------------------------------------------------------------------------------
@@ -269,6 +278,15 @@ def shard_gradients(
               k+1 times (R-1)/R, where stage 1 adds them up first and sends twice (R-1)/R
     The other arguments are those of `shard_optimizer`. Rajbhandari et al. 2020, section 5.2.
     """
-    how: dict[str, Any] = {"op": op, "replicate_axis": replicate_axis, "specs": specs}
-    how |= {"master_dtype": master_dtype, "reduce_dtype": reduce_dtype, "gather": gather, "reduce": reduce}
-    return replace(shard_optimizer(optimizer, axis, **how), during_backward=True)
+    first = shard_optimizer(
+        optimizer,
+        axis,
+        op=op,
+        replicate_axis=replicate_axis,
+        master_dtype=master_dtype,
+        reduce_dtype=reduce_dtype,
+        specs=specs,
+        gather=gather,
+        reduce=reduce,
+    )
+    return replace(first, during_backward=True)

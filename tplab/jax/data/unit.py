@@ -56,7 +56,7 @@ def is_sharded(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class About(UnitOptions):
-    """The same in JAX; `unit` is the number of a unit in a list of layers."""
+    """Those of a unit in JAX; `unit` is its number, if it is in a list of layers."""
 
     unit: int | None = None
 

@@ -45,7 +45,7 @@ class Unsent:
 
 @dataclass(frozen=True, eq=False)
 class About(UnitOptions):
-    """The same in torch; `unsent` has the gradients of all units of a model."""
+    """Those of a model in torch; `unsent` has the gradients that none of its units has sent yet."""
 
     prefetch: bool
     unsent: Unsent = field(default_factory=Unsent)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from inspect import signature
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -38,16 +39,23 @@ from tplab.torch.data.pieces import gather_rows
 from tplab.torch.ranks.outcomes import check_divides, check_tensor, dim_of
 from tplab.torch.ranks.rank import this_rank
 
+Arguments = ParamSpec("Arguments")
 
-def _quantized(node: Callable[[], type[_Quantized]]) -> Callable[[Callable[..., How]], Any]:
+
+def _quantized(
+    node: Callable[[], type[_Quantized]],
+) -> Callable[[Callable[Arguments, How]], Callable[Arguments, Tensor]]:
     """Decorate a function that says how: the result sends codes, and `start` finds `begin`, which only starts to."""
 
-    def decorate(how_of: Callable[..., How]) -> Any:
+    def decorate(how_of: Callable[Arguments, How]) -> Callable[Arguments, Tensor]:
+        how: Any = how_of
+
         @wraps(how_of)
         def collective(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return node().apply(x, how_of(x, *args, **kwargs), None)
+            return node().apply(x, how(x, *args, **kwargs), None)
 
-        collective.begin = lambda x, *args, **kwargs: _Flight(x, how_of(x, *args, **kwargs), node())  # type: ignore
+        collective.begin = lambda x, *args, **kwargs: _Flight(x, how(x, *args, **kwargs), node())  # type: ignore
+        collective.__signature__ = signature(how_of).replace(return_annotation="Tensor")  # type: ignore[attr-defined]
         collective.__annotations__ = {**how_of.__annotations__, "return": "Tensor"}
         return collective
 
@@ -169,7 +177,7 @@ class _Reduced(_Quantized):
     def begun(x: Tensor, how: How) -> Callable[[], Tensor]:
         num_ranks = axis_size(how.axis)
         pieces = torch.stack(x.chunk(num_ranks, how.dim))
-        rows, first = pieces.reshape(num_ranks, -1), how.axis
+        rows, first, shape = pieces.reshape(num_ranks, -1), how.axis, pieces.shape[1:]
         if how.levels is not None:
             rows, first = _inside_first(rows, how.levels), how.levels.inside
         arriving = _sent(rows, first, how)
@@ -178,7 +186,7 @@ class _Reduced(_Quantized):
             total = arriving()
             if how.levels is not None:
                 total = _sent(total, how.levels.across, how)()
-            return (total / num_ranks if how.op == "mean" else total).reshape(pieces[0].shape).to(x.dtype)
+            return (total / num_ranks if how.op == "mean" else total).reshape(shape).to(x.dtype)
 
         return landed
 

@@ -13,7 +13,7 @@ from tplab.torch.comm.autograd import token
 from tplab.torch.comm.collectives import Handle
 from tplab.torch.data.group import About, Group
 from tplab.torch.data.pieces import wholes_in
-from tplab.torch.layers.memory import Again, made_again
+from tplab.torch.layers.memory import Again, Hooks, made_again
 from tplab.torch.private import storage_id
 from tplab.torch.ranks.rank import this_rank
 from tplab.torch.watching.memory import count_as
@@ -227,7 +227,7 @@ class Model:
             for place, whole in enumerate(use.wholes or ())
         }
 
-        def find(x: Tensor, _: Any) -> tuple[Use, int, int] | None:
+        def find(x: Tensor, _: Hooks) -> tuple[Use, int, int] | None:
             found = origins.get(storage_id(x.untyped_storage()))
             return found and (*found, int(x.storage_offset()))
 

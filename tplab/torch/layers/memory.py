@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         pieces: dict[Any, _Regathered] = {}
 
-        def find(x: Tensor, outer: Any) -> tuple[_Regathered, int, int] | None:
+        def find(x: Tensor, outer: Hooks) -> tuple[_Regathered, int, int] | None:
             whole = _whole(x)
             exchange = getattr(whole.grad_fn, "exchange", None)
             if exchange is None or exchange.call.op != "all_gather" or not whole.is_contiguous():
@@ -65,6 +65,10 @@ def gather_again(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     return wrapped
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What autograd calls to save a tensor, and to have it back."""
 
 
 class Again:
@@ -88,13 +92,23 @@ class Again:
         return wholes
 
 
-def made_again(find: Callable[[Tensor, Any], tuple[Again, int, int] | None]) -> saved_tensors_hooks:
+class _Kept(NamedTuple):
+    """What is kept of a tensor, or of a view of it, that can be made again: its place among what `source` makes."""
+
+    source: Again
+    place: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def made_again(find: Callable[[Tensor, Hooks], tuple[Again, int, int] | None]) -> saved_tensors_hooks:
     """Hooks under which autograd keeps only how tensors are used that can be made again.
 
     find   (a tensor, outer hooks) -> what makes it again, its place among what this makes, and where it begins there.
            Only the innermost hooks are called: these pass on to the outer ones
     """
-    outer: tuple[Callable[..., Any], Callable[..., Any]] = saved_hooks(True) or (lambda x: x, lambda x: x)
+    outer: Hooks = saved_hooks(True) or (lambda x: x, lambda x: x)
 
     def pack(x: Tensor) -> Any:
         found = find(x, outer)
@@ -102,12 +116,11 @@ def made_again(find: Callable[[Tensor, Any], tuple[Again, int, int] | None]) -> 
             return outer[0](x)
         source, place, offset = found
         source.num_kept += 1
-        return source, place, x.shape, x.stride(), offset
+        return _Kept(source, place, x.shape, x.stride(), offset)
 
     def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, tuple) and isinstance(kept[0], Again):
-            source, place, *view = kept
-            return source.again()[place].as_strided(*view)
+        if isinstance(kept, _Kept):
+            return kept.source.again()[kept.place].as_strided(kept.shape, kept.stride, kept.offset)
         return outer[1](kept)
 
     return saved_tensors_hooks(pack, unpack)
@@ -116,7 +129,7 @@ def made_again(find: Callable[[Tensor, Any], tuple[Again, int, int] | None]) -> 
 class _Regathered(Again):
     """This rank's piece of a gathered tensor."""
 
-    def __init__(self, call: Call, sizes: tuple[int, ...], whole: Tensor, outer: Any):
+    def __init__(self, call: Call, sizes: tuple[int, ...], whole: Tensor, outer: Hooks):
         (dim,), index = call.params, call.place.index
         piece = whole.narrow(dim, sum(sizes[:index]), sizes[index]).clone(memory_format=torch.contiguous_format)
         self.call, self.kept, self.unpack = call, outer[0](piece), outer[1]

@@ -8,7 +8,7 @@ parameters have shapes and no numbers, and a model of any size is made at once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +29,23 @@ CUTS, _MEANS = "_cuts_by_tplab", "_means_by_tplab"
 class Layer(nn.Module):
     """A module that shows the arguments with which it was made: those without a default as they are, others by name."""
 
-    made_as: type[nn.Module] | None = None
-    """The class whose arguments are shown, if not its own."""
-
     def extra_repr(self) -> str:
         shown = []
-        for name, about in inspect.signature(self.made_as or type(self)).parameters.items():
+        for name, about in self._arguments().items():
             if hasattr(self, name):
                 value = getattr(self, name)
                 value = value is not None if name == "bias" else value
                 shown.append(repr(value) if about.default is about.empty else f"{name}={value!r}")
         return ", ".join(shown)
+
+    def _arguments(self) -> Mapping[str, inspect.Parameter]:
+        """Those of the first class whose arguments without a default are all attributes: a subclass may have others."""
+        for cls in type(self).__mro__:
+            arguments = inspect.signature(cls).parameters
+            needed = [name for name, about in arguments.items() if about.default is about.empty]
+            if needed and all(hasattr(self, name) for name in needed):
+                return arguments
+        return {}
 
 
 def drawn_uniform(shape: Sequence[int], spec: P, bound: float) -> Tensor:

@@ -186,8 +186,6 @@ class Row(nn.Module):
 class VocabEmbedding(VocabParallelEmbedding):
     """A VocabParallelEmbedding that holds a piece of a given weight."""
 
-    made_as = VocabParallelEmbedding
-
     def __init__(self, given: nn.Embedding, axis: Axis, cut: Cut):
         nn.Module.__init__(self)
         self.vocab_size, self.width, self.axis, self.sequence_dim = *given.weight.shape, axis, None

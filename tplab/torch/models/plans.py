@@ -392,10 +392,11 @@ def _pattern(name: str) -> str:
 
 def _nothing_matches(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module]) -> str:
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if _matches(pattern, name):
+        module, _, _ = name.rpartition(".")
+        if module and _matches(pattern, name):
             return (
-                f"{pattern!r} names a parameter; a plan names modules, and {_pattern(name.rpartition('.')[0])!r} is "
-                "the one that holds it. The bias of a row is held whole and added once, after the sum"
+                f"{pattern!r} names a parameter; a plan names modules, and {_pattern(module)!r} is the one that holds "
+                "it. The bias of a row is held whole and added once, after the sum"
             )
     known = list(dict.fromkeys(_pattern(name) for name in modules if name))
     near = get_close_matches(pattern, known, 3, 0.4) or known[:3]

@@ -76,7 +76,7 @@ def stages_of(
     for stage in dict.fromkeys(schedule.placement[index]):
         modules[stage] = InTurn([_made(layers[place], first.get(place, place)) for place in made.stages[stage]])
     tied = (
-        *tied_in(layers, made, lambda layer: f"{'layer.' if layer.forward else ''}{layer.weight}"),
+        *tied_in(layers, made, lambda layer: f"{'' if layer.forward is None else 'layer.'}{layer.weight}"),
         *_shared(layers, made),
     )
     return Stages(modules, made, tied, schedule.placement, axis)
