@@ -39,7 +39,7 @@ class Shared(nn.Module):
         state = lab.split_state(whole.state_dict(), lab.gpt_specs(CONFIG), this_rank().mesh)
         self.gpt.load_state_dict(state[this_rank().rank])
         if mistake == "positions are not re-ordered":
-            self.gpt.spread = replace(self.gpt.spread, layout="contiguous")
+            self.gpt.parts = replace(self.gpt.parts, layout="contiguous")
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         if self.mistake == "labels are shifted after the cut":
