@@ -1,5 +1,6 @@
 """Your own cluster: fitted to rows, kept in a file, read from nccl-tests, measured by the command."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -108,6 +109,16 @@ def test_files_that_are_no_cluster_are_refused(tmp_path):
     path.write_text(path.read_text().replace('"node_size"', '"size"'))
     with pytest.raises(ClusterError, match="is not a whole cluster"):
         find(str(path))
+    save(H100_MEASURED, path)
+    whole = json.loads(path.read_text())
+    for lost in (
+        {"chip": {name: part for name, part in whole["chip"].items() if name != "kernels"}},
+        {"fitted": whole["fitted"] | {"nccl": None}},
+        {"chip": whole["chip"] | {"kernels": whole["chip"]["kernels"] | {"attention": None}}},
+    ):
+        path.write_text(json.dumps(whole | lost))
+        with pytest.raises(ClusterError, match="is not a whole cluster"):
+            find(str(path))
     save(find("laptop"), path)
     with pytest.raises(ClusterError, match="was measured on one node, so it says nothing of a network"):
         find("h100-measured", fabric=str(path))

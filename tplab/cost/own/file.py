@@ -49,17 +49,23 @@ def _plain(value: Any) -> Any:
 
 
 def _made(kind: Any, found: Any) -> Any:
-    """A value of this type, from what `_plain` made of it."""
+    """A value of this type, from what `_plain` made of it. Raises TypeError or KeyError if a part is not there."""
     origin, of = get_origin(kind), [one for one in get_args(kind) if one is not type(None)]
-    if found is None:
-        return None
     if origin in (Union, UnionType):
-        return _made(of[0], found)
+        return None if found is None else _made(of[0], found)
     if origin is tuple:
         return tuple(_made(of[0], one) for one in found)
     if origin is Mapping:
         return {name: _made(of[1], one) for name, one in found.items()}
-    if not hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "_fields"):
+    if not _has_parts(kind):
         return found
     kinds = get_type_hints(kind)
+    for name, part in kinds.items():  # numbers and names may have defaults
+        if name not in found and _has_parts(part):
+            raise KeyError(name)
     return kind(**{name: _made(kinds[name], one) for name, one in found.items()})
+
+
+def _has_parts(kind: Any) -> bool:
+    """Whether it is a dataclass or a named tuple, or holds some."""
+    return is_dataclass(kind) or hasattr(kind, "_fields") or any(map(_has_parts, get_args(kind)))
