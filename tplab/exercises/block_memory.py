@@ -143,8 +143,7 @@ TOKENS_SPLIT = Exercise(
         },
         "dx": {
             "y is right, but dx is only the part that comes through this rank's own weights. The other ranks' parts "
-            "are "
-            "missing.\n"
+            "are missing.\n"
             "Is h from gather_from? That is for ranks that all do the same afterwards, and here each uses its own "
             "weights.\n"
             "Or is y added up on all ranks, and then cut?": _kept_to_itself,

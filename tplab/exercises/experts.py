@@ -104,9 +104,9 @@ AVERAGE = Exercise(
             "The router's gradients are added up. Each rank's loss is a mean, so take their mean.": _times(
                 lambda dp, ep: dp * ep
             ),
-            "This is the gradient of this rank's own loss. The router belongs to all ranks.": lambda seen: seen.own[
-                "router"
-            ],
+            "This is the gradient of this rank's own loss. The router belongs to all ranks.": (
+                lambda seen: seen.own["router"]
+            ),
             "Every rank holds the whole router, so its gradient is the mean over all ranks.": _mean_over("dp", "ep"),
         },
     },

@@ -122,9 +122,9 @@ LARGEST = replace(
             "This is the largest of two numbers. Pass on the number that has just arrived.": (
                 lambda seen: _met(seen, 1).max(keepdims=True)
             ),
-            "This is the number that arrived last. Compare each one with the largest so far.": lambda seen: _met(seen)[
-                -1:
-            ],
+            "This is the number that arrived last. Compare each one with the largest so far.": (
+                lambda seen: _met(seen)[-1:]
+            ),
             "This is the sum of the ring. Keep the larger of two numbers (torch.maximum) instead of adding them.": (
                 lambda seen: seen.tensors["x"].sum(keepdims=True)
             ),

@@ -1,4 +1,4 @@
-"""A GPT, in any framework: its sizes, and how its parameters are sharded."""
+"""A GPT, in any framework: its sizes, how its parameters are sharded, and the layers that it is made of."""
 
 from __future__ import annotations
 
