@@ -146,7 +146,7 @@ def called(fw, layer, x):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda lab: lab.ParallelSelfAttention(12, 6, "tp"), r"num_heads is 6, which .*\nuse .* divides 6, or 8 heads"),
+        (lambda lab: lab.ParallelSelfAttention(12, 6, "tp"), r"num_heads is 6, which .*\npad it to 8, or .* divides 6"),
         (lambda lab: lab.ParallelSelfAttention(12, 5, "tp"), r"width of 12 does not divide into 5 heads; make it 15"),
         (
             lambda lab: lab.ParallelSelfAttention(12, 12, "tp", num_kv_heads=2),

@@ -352,7 +352,7 @@ def test_keys_and_queues_of_every_store(kind: str):
                 mine.queue_push("jobs", item)
         popped = mine.queue_pop("jobs")  # a rank that waits lets the first one go on
         dist.barrier()
-        keys = [key for key in store.list_keys() if "first" in key or "second" in key]
+        keys = sorted(key for key in store.list_keys() if "first" in key or "second" in key)
         if rank == 0:
             with pytest.raises(dist.QueueEmptyError):
                 store.queue_pop("jobs", block=False)

@@ -178,7 +178,7 @@ class _Side:
                 return value, ({"loss": value}, outputs if getattr(output, "ndim", None) != 0 else {})
 
             forward = jax.make_jaxpr(partial(self.model, **self.kwargs))(params, *inputs)
-            self.order = backward_order(forward.jaxpr, [name for name, _ in named_leaves(params)])
+            self.order = backward_order(forward, [name for name, _ in named_leaves(params)])
             floats = [inputs[index] for index in indices]
             grads, (loss, outputs) = jax.grad(total, (0, 1), has_aux=True)(params, floats)
             by_params = grads[0] if self.after_backward is None else self.after_backward(grads[0])

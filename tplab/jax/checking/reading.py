@@ -22,8 +22,8 @@ MOST_SOFTMAXES = 32
 
 
 def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
-    """Return the names of inputs of a jaxpr, in the order in which their gradients are complete: the input that is used
-    first in the forward pass comes last.
+    """Return the names of inputs of a closed jaxpr, in the order in which their gradients are complete: the one that is
+    used first in the forward pass comes last.
 
     names   the names of the first inputs; others are left out
     """
@@ -43,7 +43,7 @@ def backward_order(jaxpr: Any, names: Sequence[str]) -> list[str]:
             first.setdefault(name, count)
         return [None] * len(eqn.outvars)
 
-    others = [None] * (len(jaxpr.invars) - len(names))
+    others = [None] * (len(jaxpr.in_avals) - len(names))
     folded(jaxpr, [*names, *others], visit, given=lambda *_: None)
     return sorted(first, key=lambda name: -first[name])
 

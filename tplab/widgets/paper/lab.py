@@ -21,6 +21,7 @@ class Lab(Card):
     verdict    on the task in the settings: its name, whether it is solved, and why, in words; {} without a task
     """
 
+    kept = ("settings",)
     settings = traitlets.Dict().tag(sync=True)
     choices = traitlets.Dict().tag(sync=True)
     board = traitlets.Bytes().tag(sync=True)
