@@ -55,8 +55,8 @@ class Hypotheses(Factors):
             yield self._weighted()
         if self.kind != "scaled":
             yield from self._other_groups()
-            yield from self._lost()
             yield from self._not_added_up()
+            yield from self._lost()
 
     # --- parts of a sum ----------------------------------------------------------------------------------------------
 

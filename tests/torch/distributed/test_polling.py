@@ -182,7 +182,7 @@ def test_one_sleeps_while_others_work():
     def program() -> float:
         group, start = dist.new_group([1, 2]), time.perf_counter()
         if dist.get_rank() == 0:
-            time.sleep(0.05)
+            time.sleep(0.3)
         else:
             for _ in range(20):
                 dist.all_reduce(torch.ones(2), group=group)
@@ -195,7 +195,7 @@ def test_one_sleeps_while_others_work():
         order.append(dist.get_rank())
         return seconds
 
-    assert on(3, noted).per_rank[0] >= 0.05 and order[-1] == 0
+    assert on(3, noted).per_rank[0] >= 0.3 and order[-1] == 0
 
 
 def test_on_the_measured_clock_sleeping_is_the_ranks_own_time():
