@@ -228,7 +228,7 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 # ## A bug to repair
 #
 # Hybrid sharding (HSDP) makes a training step of `two_levels`: between the second line and the third, each GPU updates the
-# weights of its piece. Here is such a step. Its weights are right on every rank, so no loss and no test shows a mistake.
+# weights of its piece. Here is such a step. Its weights are right on every rank, so neither the loss nor a test shows the mistake.
 #
 # **Predict.** The tensor has $n$ bytes, and there are two nodes of eight GPUs. How many bytes leave a node?
 
@@ -253,7 +253,7 @@ from tplab.exercises.network_levels import check_hybrid_step
 check_hybrid_step(hybrid_step)
 
 # %% [markdown]
-# For HSDP, PyTorch's `fully_shard` takes a mesh with two dims. Only their order counts: [the first replicates, the second
+# For HSDP, PyTorch's `fully_shard` takes a mesh with two dims. It goes by their order: [the first replicates, the second
 # shards](https://discuss.pytorch.org/t/fsdp-hsdp-with-device-mesh-multiple-replica-intra-node/209096). Swapped, they
 # are this bug.
 #

@@ -249,5 +249,19 @@ torch.manual_seed"""
     assert report.verdict == "same", str(report)
 
 
+def test_ranks_that_log_several_numbers_still_repeat_their_work(tmp_path: Path):
+    """They add them up before the backward pass, and have the same ones."""
+    text = """\
+    loss = F.cross_entropy(head(net(x)), y)
+    dist.all_reduce(torch.stack([loss.detach(), 2 * loss.detach()]))
+    loss.backward()
+    reduced(mean=True)
+    optimizer.step()
+"""
+    (tmp_path / "train.py").write_text(HEAD + text)
+    report = same_model(tmp_path / "train.py", ranks=2, steps=2)
+    assert report.verdict == "cannot tell" and "all see the same samples" in report.reason, str(report)
+
+
 def test_a_loss_that_is_almost_right_is_not_one_time_the_reference():
     assert times(1.0005) == "1.0005"

@@ -64,7 +64,7 @@ def test_a_repair_in_jax_passes():
         (a_step(tt, across=""), "but not those of other nodes"),
         (a_step(tt, "node", ""), "but not inside a node"),
         (a_step(tt, is_mean=True), "the mean of the gradients"),
-        (a_step(tt, piece_of="node"), "Which piece of the weights"),
+        (a_step(tt, piece_of="node"), "those of its own piece"),
     ],
     ids=["the lab's", "all ranks", "own", "inside", "across", "mean", "other weights"],
 )

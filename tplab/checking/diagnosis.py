@@ -272,8 +272,8 @@ def _twice(facts: Facts) -> Iterator[tuple[int, ...]]:
             if all(sent.op == "all_gather" for rank in group for sent in first[rank].sent if sent.moment == "forward"):
                 yield group
             continue
-        before = [sent for step in first for sent in step.sent if sent.moment in ("between", "forward")]
-        if any(sent.op == "all_reduce" and sent.size > 1 for sent in before):  # of parts of the work
+        marks = [[sent.mark for sent in first[rank].sent if sent.mark is not None] for rank in group]
+        if any(one != marks[0] for one in marks):  # they add up different parts of the work
             continue
         if any(facts.holds_differ(name, group) for name in facts.reference.weights):
             continue

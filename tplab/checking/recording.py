@@ -37,6 +37,7 @@ class Sent:
             optimizer), "after"
     is_open whether the script itself must wait for it
     size    of this rank's input, in elements; value: the input if it is a single number
+    mark    of the input of an all_reduce of several numbers before the backward pass
     on      "parameter", "gradient" or "buffer" if the input is one, otherwise ""; names: its name
     """
 
@@ -50,6 +51,7 @@ class Sent:
     names: tuple[str, ...] = ()
     value: float | None = None
     is_open: bool = False
+    mark: float | None = None
 
 
 @dataclass(frozen=True)
