@@ -30,10 +30,8 @@ from tplab.cost.algorithms import GATHERS, Cost, check_op, over_link
 from tplab.cost.algorithms import check as check_figures
 from tplab.cost.attention import FusedAttention
 from tplab.cost.chip import Chip
-from tplab.cost.fabric import Fabric
-from tplab.cost.figures import check, si
-from tplab.cost.fitted import Fitted
-from tplab.cost.link import NO_LINK, Link
+from tplab.cost.fabric import Fabric, Fitted
+from tplab.cost.link import NO_LINK, Link, check, si
 from tplab.cost.nodes import Levels, Node, algorithms_over_nodes, over_nodes
 from tplab.errors import ClusterError
 

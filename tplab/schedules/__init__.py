@@ -5,10 +5,9 @@ from collections.abc import Callable
 from tplab.schedules.action import Action
 from tplab.schedules.auto import auto_schedule
 from tplab.schedules.bounds import Bounds, lower_bounds
-from tplab.schedules.check import Fault, check, faults
+from tplab.schedules.check import Fault, check, faults, program
 from tplab.schedules.communication import to_csv, with_communication, with_optimizer_step
 from tplab.schedules.costs import Costs
-from tplab.schedules.execute import program
 from tplab.schedules.measured import Comparison, compare, measured_costs, measured_strip
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
 from tplab.schedules.rules.spelled import dualpipe, dualpipe_v, zb_v

@@ -9,8 +9,7 @@ from tplab.schedules.action import CODE, MESSAGES
 from tplab.schedules.check import require_runnable
 from tplab.schedules.communication import with_optimizer_step
 from tplab.schedules.costs import Costs
-from tplab.schedules.needs import MISSING, NOTHING
-from tplab.schedules.relax import Links, relax
+from tplab.schedules.relax import MISSING, NOTHING, Links, relax
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulation import Simulation
 

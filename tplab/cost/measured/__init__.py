@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tplab.cost.attention import Attention
-from tplab.cost.fabric import Error, Fabric
-from tplab.cost.fitted import Fitted
+from tplab.cost.fabric import Error, Fabric, Fitted
 from tplab.cost.kernels import Kernels, Tiles
 from tplab.cost.nccl import Nccl, Ratios
 

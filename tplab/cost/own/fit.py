@@ -14,8 +14,7 @@ import numpy as np
 
 from tplab.cost.chip import Chip
 from tplab.cost.cluster import Cluster
-from tplab.cost.fabric import Error, Fabric
-from tplab.cost.fitted import Fitted
+from tplab.cost.fabric import Error, Fabric, Fitted
 from tplab.cost.link import Link
 from tplab.cost.nccl import MEASURED, Nccl, Ratios
 from tplab.errors import ClusterError
