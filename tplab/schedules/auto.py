@@ -9,7 +9,7 @@ from math import lcm
 
 import numpy as np
 
-from tplab.errors import ScheduleError
+from tplab.errors import ScheduleError, one_of
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
@@ -62,10 +62,8 @@ def auto_schedule(
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     costs = costs or Costs()
     held = _placement(placement, ranks, virtual_stages)
-    if objective not in ("makespan", "span"):
-        raise ScheduleError(f"the objective is 'makespan' or 'span', not {objective!r}")
-    if solver not in ("heuristic", "quick", "exact"):
-        raise ScheduleError(f"the solver is 'heuristic', 'quick' or 'exact', not {solver!r}")
+    one_of("objective", objective, ("makespan", "span"), ScheduleError)
+    one_of("solver", solver, ("heuristic", "quick", "exact"), ScheduleError)
     _refuse_too_many(held, microbatches, split_backward)
     virtual = sum(map(len, held)) / ranks
     limits = memory_limits(memory_limit, ranks)
