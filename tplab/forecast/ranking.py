@@ -26,6 +26,7 @@ OF_PLANS = (TOO_LARGE, PERHAPS, SLOWER)
 
 _LOSES = {"computing": "computing: in smaller pieces, or in a fuller stage"}
 _LOSES |= {name: text for name, (text, _) in LOST.items()}
+_LOSES |= {"ep": "messages of expert parallelism", "dp": "sending gradients and parameters"}
 
 
 class Estimate(NamedTuple):

@@ -12,8 +12,7 @@ from typing import Any
 
 from tplab.cost import Cluster
 from tplab.errors import TplabError, near
-from tplab.forecast.cells import cells, fields_of, plain, says, switch, whole
-from tplab.forecast.clusters import COLUMNS, check_dtype, cluster_of
+from tplab.forecast.clusters import COLUMNS, cells, check_dtype, cluster_of, fields_of, plain, says, switch, whole
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.model import MODELS, Model
 from tplab.forecast.plan import Plan

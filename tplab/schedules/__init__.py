@@ -10,8 +10,8 @@ from tplab.schedules.communication import to_csv, with_communication, with_optim
 from tplab.schedules.costs import Costs
 from tplab.schedules.measured import Comparison, compare, measured_costs, measured_strip
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
-from tplab.schedules.rules.spelled import dualpipe, dualpipe_v, zb_v
 from tplab.schedules.rules.stamp import Block, v_block, v_half, v_min
+from tplab.schedules.rules.streams import chimera, dualpipe, dualpipe_v, hanayo, zb_v
 from tplab.schedules.rules.turns import (
     gpipe,
     interleaved_1f1b,
@@ -22,7 +22,6 @@ from tplab.schedules.rules.turns import (
     zb_h1,
     zb_h2,
 )
-from tplab.schedules.rules.waves import chimera, hanayo
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import Idle, Simulation

@@ -14,10 +14,9 @@ from tplab.schedules.action import B, F, I, W
 from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
 from tplab.schedules.rules.greedy import Durations, Policy, list_schedule
-from tplab.schedules.rules.spelled import zb_v
 from tplab.schedules.rules.stamp import Block, blocks, v_half, v_min
+from tplab.schedules.rules.streams import hanayo, zb_v
 from tplab.schedules.rules.turns import gpipe, interleaved_1f1b, interleaved_zb, looped_bfs, one_f_one_b, zb_h1, zb_h2
-from tplab.schedules.rules.waves import hanayo
 from tplab.schedules.schedule import Schedule, row
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import peak_activations

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from tplab.cost import Cluster
 from tplab.cost.measured import read
-from tplab.forecast.cells import fields_of
-from tplab.forecast.clusters import cluster_of
+from tplab.forecast.clusters import cluster_of, fields_of
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import find_stack
