@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -171,8 +170,8 @@ def _nccl(rows: Sequence[Row], ratios: Ratios | None) -> Nccl:
             return found
         return _fit({"peer": 1.0}, lambda of: replace(found, ratios=PLAIN._replace(**of)), _taken, peers)[1]
     begin |= {"middle": quick / 4, "wait": quick / 2, "in_switch": most, "peer_copy": 0.35}
-    protocols = partial(Nccl, ratios=ratios)
-    tried = [_fit(begin, lambda of, size=size: protocols(**of, switch=size), _taken, rows) for size in _SWITCHES]
+    known: Ratios = ratios
+    tried = [_fit(begin, lambda of, at=at: Nccl(**of, switch=at, ratios=known), _taken, rows) for at in _SWITCHES]
     return min(tried, key=lambda trial: trial[0])[1]
 
 
