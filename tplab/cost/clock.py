@@ -140,28 +140,19 @@ class Clock:
 
     def _serve_all(self, asking: list[Request]) -> None:
         """Serve the requests of one instant."""
-        ways = [way for request in asking for way in request.route.ways]
-        if len(set(ways)) == len(ways):
-            for request in asking:
-                self._serve(request)
-            return
-        wanted = Counter(ways)
+        wanted = Counter(way for request in asking for way in request.route.ways)
         contested: list[Request] = []
         for request in asking:
             if any(wanted[way] > 1 for way in request.route.ways):
                 contested.append(request)
             else:
                 self._serve(request)
-        if contested:
-            for requests in _in_turn(contested):
-                self._serve_alike(requests)
+        for requests in _in_turn(contested):
+            self._serve_alike(requests)
 
     def _serve_alike(self, requests: list[Request]) -> None:
         """Serve requests that are equal in the order: those that need the same link share it, and end together."""
         for sharing in _sharing(requests):
-            if len(sharing) == 1:
-                self._serve(sharing[0])
-                continue
             load = Counter(way for request in sharing for way in request.route.ways)
             start, before = self._begins(load, max(request.ready for request in sharing))
             for request in sharing:
