@@ -1,4 +1,4 @@
-"""What a rank holds: stages and their parameters; and in bytes, what layers and the head keep for their backward pass."""
+"""What a rank holds: stages and their parameters; and in bytes, what layers and the head keep for their backward."""
 
 from __future__ import annotations
 
