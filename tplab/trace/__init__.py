@@ -5,7 +5,7 @@ from tplab.trace.event import Event
 from tplab.trace.memory import Memory, RankMemory
 from tplab.trace.overlap import Overlap, overlap
 from tplab.trace.perfetto import to_perfetto
-from tplab.trace.recorded.merge import Merged, merge
+from tplab.trace.recorded import Merged, merge
 from tplab.trace.recorder import Recorder
 from tplab.trace.summary import summary
 from tplab.trace.trace import Trace
