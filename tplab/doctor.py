@@ -13,8 +13,7 @@ from tplab.parser import Parser, ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if it is the same model, 1 if it or its log is not, 2 if it could not run, 3 if the runs do
-    not tell."""
+    """Run the command; 0 for the same model, 1 for another one or log, 2 if it could not run, 3 if runs do not tell."""
     given = _parser().parse_args(arguments)
     try:
         leave_working_directory_out()
