@@ -188,7 +188,7 @@ torch.manual_seed""",
 """,
         "basis = torch.linalg.svd(whole)[0][:, :2]",
         "basis = torch.linalg.svd(net.weight.grad)[0][:, :2]",
-        "the inputs of this line are right and its result is wrong",
+        "the computed tensors that go into this line are right and its result is wrong",
         what="parameters",
         head=HEAD.replace("torch.optim.SGD(params, lr=0.1)", "net"),  # it has zero_grad, and never steps
     ),

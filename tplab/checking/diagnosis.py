@@ -65,7 +65,7 @@ class Diagnosis:
         self.facts = Facts(ours, Reference(theirs, again, kinds), trails)
         self.notes += of_idle((rank, place.name) for (rank, _), place in self.facts.idle.items())
         self.rows: list[Row] = []
-        self.findings: list[Finding] = []
+        self.findings, self.logged = list[Finding](), list[Finding]()
 
     def report(self, may_ask: bool = False) -> SameModel:
         """Return the report. With `may_ask`, raise NeedsWeights or NeedsSamples if the reference must run again with
@@ -80,13 +80,15 @@ class Diagnosis:
             else:
                 self.facts.number = count
                 if not self.handed and all(len(one.steps) > count for one in seen):  # logged after the last step
-                    self._collect(log(self.facts))
-                reason = "" if self.findings else nothing_learnt(self.facts, count)
+                    self._collect(log(self.facts), self.logged)
+                reason = nothing_learnt(self.facts, count)
         except NothingToTell as error:
             reason = str(error)
+        self.findings += [] if reason else self.logged
         is_certain = not self.findings or self.findings[0].what in _CERTAIN or self.findings[0].is_not_finite
         if not is_certain and (chance := self._of_chance() or self._not_fed()):
             self.findings, reason = [], chance
+        if reason and not self.findings:
             self.rows = [row if row.ok is not False else replace(row, ok=None, factor=None) for row in self.rows]
         self.notes.append(self._about_rounding())
         report = SameModel(self.rows, self.findings, notes=self.notes, reason=reason, about=self.about)
@@ -139,14 +141,17 @@ class Diagnosis:
                         self._follows(what)  # type: ignore[arg-type]
                     break
                 if not (what == "log" and self.handed and seeds_by_rank(self.facts.ours)):
-                    self._collect(compare(self.facts))
+                    self._collect(compare(self.facts), self.logged if what == "log" else self.findings)
 
-    def _collect(self, found: Found) -> None:
+    def _collect(self, found: Found, findings: list[Finding] | None = None) -> None:
+        """Keep rows and findings; further findings about what a finding is about are left out."""
+        findings = self.findings if findings is None else findings
         for one in found:
             if isinstance(one, Row):
                 self.rows.append(one)
                 continue
-            self.findings.append(one)
+            if not any((one.what, one.name) == (known.what, known.name) for known in findings):
+                findings.append(one)
             name = one.name + (f" and {len(one.others)} more" if one.others else "")
             factor = None if one.what == "samples" else one.factor  # a ratio of counts, not of values
             self.rows.append(Row(one.what, one.step, False, one.text_of_factor, name, factor))

@@ -39,11 +39,11 @@ class Facts:
     number    the number of the step under comparison
     copies    groups of ranks that saw the same samples in it; is_padded: whether each microbatch is padded
     suspects  names of gradients that are wrong, perhaps as a consequence of others
-    trails    every operation of the step; wants_trails: whether a comparison asked for them
+    trails    every operation of the step, if it was recorded; wants_trails: whether a comparison asked for them
     """
 
     def __init__(self, ours: Sequence[Seen], reference: Reference, trails: Trails | None = None):
-        self.ours, self.reference, self.trails = ours, reference, trails
+        self.ours, self.reference, self._trails = ours, reference, trails
         self.wants_trails = False
         if trails is not None and reference.epsilon < 1e-6:
             trails.precision = FINE
@@ -56,6 +56,10 @@ class Facts:
         self.copies: Sequence[tuple[int, ...]] = ()
         self.is_padded = False
         self.source = Source({text: place for seen in ours for text, place in seen.places.items()})
+
+    @property
+    def trails(self) -> Trails | None:
+        return self._trails if self._trails is not None and self._trails.step == self.number else None
 
     @property
     def mine(self) -> list[Step]:

@@ -163,18 +163,18 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
                 cause = f"each rank computes this from its own part alone: the {how} of it over {those} is the "
                 cause += f"reference's, and {lacks}"
             words = f"the {how} over {those} of what {' and '.join(dict.fromkeys(one.line for one in ops))} computes"
-            # later sums are then of what is the same on all ranks
-            means = [Repair("scale", words, at, by=1 / len(way[0])) for at in late]
             factors = [1.0]
             if any(one.arrived for one in ops):  # each rank may have the gradient of its part of the loss, or of all
                 factors.append(1 / len(way[0]))
             if any({*way[0]} <= {*group} for group in facts.copies):
                 factors.reverse()
-            for by in factors:
+            means = [Repair("scale", f"the mean in place of the sum at {at}", at, by=1 / len(way[0])) for at in late]
+            for by, more in itertools.product(factors, ([], means) if means else ([],)):
                 told = words if by == 1 else f"{words}, and the mean of the gradients that come back to it"
+                told = ", and ".join([told, *(one.words for one in more)])  # a later sum may be of what is then alike
                 repair, *also = (Repair("cast", told, at, (name,), way, how, by=by)
                                  for at, name in dict.fromkeys(one.key[:2] for one in ops))  # fmt: skip
-                yield Hypothesis(repair, cause, line, also=(*also, *means))
+                yield Hypothesis(repair, cause, line, also=(*also, *more))
 
 
 def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarray], np.ndarray] | None:
@@ -242,7 +242,9 @@ def _in_its_place(
     is another one; is_first: whether its inputs are right"""
     first = first or op
     is_alike, many = trails.can_be_cut(first), first.values[0].size > 1
-    inputs = "the inputs of this line are right and its result is" if is_first else "what this line computes is"
+    inputs = "what this line computes is"
+    if is_first:
+        inputs = "the computed tensors that go into this line are right and its result is"
     if not is_alike:
         called = f" in the function called at {first.lines[1]}" if len(first.lines) > 1 else ""
         inputs = f"the reference does not compute this{called}, or not in this shape, and what {op.line} makes of it is"

@@ -98,6 +98,7 @@ def _of_rank(
             names = [name] if name in whole else []  # then others of its shape: a stage may renumber its layers
             # Values alone do not decide: with one seed, a rank may draw a part of another parameter
             names += [other for other, x in whole.items() if other != name and x.shape == whole.get(name, x).shape]
+            names += [other for other, x in whole.items() if other not in names and x.shape == piece.values.shape]
             fitting = list(islice((place for other in names for place in _fitting(piece, other, whole)), 1))
             fitting = fitting or list(islice(values.find(piece.values, names), 1))
             if fitting and (twins := values.twins(fitting[0].name)):
@@ -109,8 +110,8 @@ def _of_rank(
             votes.update(_chunks(fitting[0], whole))
             _learn(renamed, name, fitting[0].name)
             yield name, fitting[0]
-        elif not (is_named and is_number(name)) or name in seen.used:  # not an optimizer's own flat piece of others
-            late.append((name, piece, fitting))
+        elif not (is_named and is_number(name)) or name in seen.used or piece.values.shape == _shape(whole, name):
+            late.append((name, piece, fitting))  # all but an optimizer's own flat piece of others
     for name, piece, fitting in late:
         known = _rename(renamed, name)
         if known not in whole:  # a tied parameter may have mapped its module to another one
@@ -174,6 +175,10 @@ class _Values:
 MOST_TRIED = 16
 
 
+def _shape(whole: Mapping[str, np.ndarray], name: str) -> tuple[int, ...] | None:
+    return whole[name].shape if name in whole else None
+
+
 def _siblings(name: str, other: str, held: Mapping[str, Piece], whole: Mapping[str, np.ndarray]) -> int:
     """Return how many of a rank's parameters have a counterpart if the rank's `name` is the reference's `other`."""
     renamed = dict[str, str]()
@@ -204,7 +209,7 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
 
 def _indices(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterator[Index]:
     """Yield the places that a tensor of this shape may have, the simplest first."""
-    shape = whole[name].shape if name in whole else None
+    shape = _shape(whole, name)
     local = piece.values.shape
     if shape is None or len(shape) != len(local):
         return

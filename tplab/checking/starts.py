@@ -47,14 +47,23 @@ def weights(facts: Facts, may_ask: bool) -> Found:
     forward = facts.line("forward")
     if wrong:
         name, ranks = next(iter(wrong.items()))
-        held = {rank: facts.ours[rank].weights[mine].values for rank, mine, _ in facts.holders(name)}
-        good = next(values for rank, values in held.items() if rank not in ranks)
+        held = {rank: (facts.ours[rank].weights[mine].values, place) for rank, mine, place in facts.holders(name)}
+        other, (good, place) = next((rank, x) for rank, x in held.items() if rank not in ranks)
+        got, want = shown(held[min(ranks)][0], good, min(ranks))
+        if not place.fits:
+            want = f"the same on ranks that hold copies, and rank {other} has {want}"
         every = (tuple(range(facts.num_ranks)),)
         repairs = [*facts.of_one_seed, Repair("weights", "rank 0's weights on every rank", groups=every)]
+        hypotheses = [Hypothesis(one, cause, where) for one in repairs]
+        own = (
+            "copies begin with values that no rank has right, each another one: they come from what a rank alone has, "
+            "such as its samples or its part of a tensor. Compute them from the whole, on one rank or on all"
+        )
+        theirs = Repair("weights", "the reference's weights", values=facts.dealt(facts.reference.weights))
+        hypotheses += [Hypothesis(theirs, own, where)] * (not place.fits)
         yield facts.fault(
             "weights", "not the same on ranks that hold copies", where, names=wrong, ranks=ranks, lines=[forward],
-            values=shown(held[min(ranks)], good, min(ranks)),
-            hypotheses=[Hypothesis(one, cause, where) for one in repairs],
+            values=(got, want), hypotheses=hypotheses,
         )  # fmt: skip
     elif equal := [name for name in facts.reference.weights if _are_equal_shards(facts, name)]:
         hypotheses = _of_equal_shards(facts, equal, where)

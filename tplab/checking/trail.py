@@ -90,10 +90,10 @@ def reached(ends: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, No
 
 
 class Trails:
-    """The trails of all ranks beside the reference's."""
+    """The trails of all ranks beside the reference's, in one step."""
 
-    def __init__(self, ours: Sequence[Trail], theirs: Trail):
-        self._ours, self._trails = ours, [*ours, theirs]
+    def __init__(self, ours: Sequence[Trail], theirs: Trail, step: int = 0):
+        self._ours, self._trails, self.step = ours, [*ours, theirs], step
         *self._by_key, self._theirs = ({op.key: op for op in trail.ops} for trail in self._trails)
         for name, runs in self._shared().items():
             self._theirs.update(_side_by_side(runs, self._by_key, self._theirs, name))
@@ -266,18 +266,28 @@ class Trails:
         return [to for one in (op, *(ops[at] for at in op.inputs)) for to, _ in one.passed if isinstance(to, str)]
 
     def parts_in(self, op: Op, made: np.ndarray | None = None) -> Iterator[list[Op]]:
-        """Yield inputs of a wrong operation that are parts of a sum: the operations that made them; and the first
-        operations with parts that any wrong one depends on. made: see `first_wrong`"""
+        """Yield inputs of a wrong operation that are parts of a sum: the operations that made them, first those alone
+        that depend on none of the others; and the first operations with parts that any wrong one depends on.
+
+        made   see `first_wrong`
+        """
         trail = next(trail for trail in self._ours if op in trail.ops)
         every = {one.key: one for at in self._wrong_ones(trail, made) for one in self._parts(trail, trail.ops[at])}
         begun = [*every.values()]
         while any(before := [self._parts(trail, one) for one in begun]):
             begun = [*{x.key: x for one, some in zip(begun, before) for x in some or [one]}.values()]
-        for some in (own, begun) if begun != (own := self._parts(trail, op)) else (own,):
+        own = self._parts(trail, op)
+        alone = [one for one in own if not any(trail.ops[at] in own for at in self._behind(trail, one))]
+        ways = [alone, own, begun]
+        for some in [way for number, way in enumerate(ways) if way not in ways[:number]]:
             keys = {one.key[:2] for one in some}
             before = trail.ops[: trail.ops.index(op)]  # later ones may follow from it, as in a loop
             if some and all(self._is_part(one) for one in before if one.key[:2] in keys):
                 yield some
+
+    def _behind(self, trail: Trail, op: Op) -> dict[int, None]:
+        """Return the numbers of all operations that an operation depends on."""
+        return reached(op.inputs, lambda at: trail.ops[at].inputs)
 
     def _parts(self, trail: Trail, op: Op) -> list[Op]:
         return [one for at in dict.fromkeys(op.inputs) if self._is_part(one := trail.ops[at])]

@@ -35,14 +35,16 @@ def skipped(facts: Facts) -> Found:
 
 def settings(facts: Facts) -> Found:
     """Compare the optimizer's settings in the step."""
-    wrong: dict[str, tuple[float, float, set[int]]] = {}
+    wrong: dict[str, dict[tuple[float, float], set[int]]] = {}
     for name in facts.reference.weights:
         want = next((step.settings[name] for step in facts.theirs if name in step.settings), {})
         for rank, mine, _ in facts.holders(name):
             for key, a, b in settings_that_differ(facts.mine[rank].settings.get(mine, {}), want):
-                wrong.setdefault(key, (a, b, set()))[2].add(rank)
-    for key, (got, want, ranks) in wrong.items():
-        factor = got / want if want else None
+                wrong.setdefault(key, {}).setdefault((a, b), set()).add(rank)
+    for key, pairs in wrong.items():
+        (got, want), first = next(iter(pairs.items()))
+        ranks, factors = set().union(*pairs.values()), {f"{a / b:.5g}" if b else "" for a, b in pairs}
+        factor = got / want if want and len(factors) == 1 else None
         words = facts.sizes.words(factor)
         if factor and facts.goes_on:  # a schedule's value at another step, not a number of ranks
             words = f"{factor:.4g} times the reference's"
@@ -59,8 +61,8 @@ def settings(facts: Facts) -> Found:
                 f"{_SETTINGS.get(key, key)} depends on the number of ranks, although the whole batch does not: scale "
                 "it once, and let a schedule count steps of the optimizer, or samples of all ranks"
             )
-        values, step = (f"{got:.6g}", f"{want:.6g}"), facts.line("step")
-        line = facts.line(f"set {key}")
+        step, on = facts.line("step"), f" on {ranks_text(sorted(first))}" * (len(factors) > 1)
+        line, values = facts.line(f"set {key}"), (f"{got:.6g}{on}", f"{want:.6g}")
         line = facts.source.repetition(line) or line or step
         wanted = {
             (mine, key, number): theirs.settings[name][key]
@@ -144,9 +146,10 @@ def parameters(facts: Facts) -> Found:
     reference, number = facts.reference, facts.number
     whole, before = reference.parameters(number), {**reference.weights, **reference.parameters(number - 1)}
     wrong: dict[str, set[int]] = {}
-    shares: list[float] = []
+    compared, shares = set[str](), list[float]()
     first, values = 0, ("", "")
     for name, rank, mine, got, want, place in facts.pieces("parameters", whole):
+        compared.add(name)
         far = gaps(got, want) > place.take(reference.slack_of_parameter(name, number))
         if far.any() and not _is_kept_elsewhere(facts, name, rank, mine):
             if not wrong:
@@ -157,8 +160,10 @@ def parameters(facts: Facts) -> Found:
             shares.append(float((moved * should).sum() / max(float((should * should).sum()), 1e-300)))
     if not wrong:
         where = ", on ranks that use them" * bool(facts.idle)
-        words = f"{len(whole)} parameters are the reference's after the step{where}"
-        yield facts.row("parameters", True, words, count=len(whole))
+        unknown = [name for name in whole if name not in compared]
+        rest = f"; not compared, as they were found on no rank: {named(unknown)}" if unknown else ""
+        words = f"{len(compared)} parameters are the reference's after the step{where}{rest}"
+        yield facts.row("parameters", True, words, count=len(compared))
         return
     ranks, names, line = set().union(*wrong.values()), list(wrong), facts.line("step")
     after = [sent.where for sent in facts.sent("after", "step") if sent.on == "parameter" or sent.size > 1]

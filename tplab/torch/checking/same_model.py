@@ -224,7 +224,8 @@ class _Doctor:
                 report = judged.report()
                 if judged.facts.wants_trails and self.theirs.mesh.size == 1:
                     samples = {"handed": handed} if handed.regroups else {}
-                    trails = self._trails(judged.facts.number, given | samples)
+                    step = report.first.step if report.first is not None else judged.facts.number
+                    trails = self._trails(step, given | samples)
                     report = diagnosis(ours, theirs, again, trails=trails).report()
                 return _proven(report, partial(self._mended, diagnosis, (theirs, again), given))
             except NeedsWeights as needs:
@@ -263,7 +264,7 @@ class _Doctor:
             theirs = self.theirs.watched(**given, traced=step).trails
         except NotRun:  # it does not accept them
             theirs = self.theirs.watched(weights=given.get("weights"), traced=step).trails
-        return Trails([ours[rank] for rank in self.ours.mesh.ranks], theirs[0])
+        return Trails([ours[rank] for rank in self.ours.mesh.ranks], theirs[0], step)
 
 
 def _proven(report: SameModel, again: Callable[..., SameModel], can_trace: bool = True) -> SameModel:
