@@ -360,9 +360,9 @@ class Trails:
                     return found
         return ""
 
-    def lost_on_the_way(self) -> Iterator[tuple[Op, int, str, dict[int, np.ndarray]]]:
-        """Yield results of operations to which another gradient comes back than the reference's, though what takes them
-        gets a right one: the operation, the number of the result, how the gradient differs, and the expected ones."""
+    def lost_on_the_way(self) -> Iterator[tuple[Op, str, dict[int, dict[int, np.ndarray]]]]:
+        """Yield operations to whose results another gradient comes back than the reference's, though what takes them
+        gets a right one: the operation, how the gradient differs, and the expected ones by number of the result."""
         known = set[Key]()
         for trail in self._ours:
             consumers = self._consumers(trail)
@@ -378,18 +378,20 @@ class Trails:
                 ):
                     continue
                 known.add(op.key)
+                wanted, words = dict[int, dict[int, np.ndarray]](), list[str]()
                 for place in sorted({*op.arrived} & {*theirs.arrived}):
-                    has = {
-                        rank: ops[op.key].arrived.get(place) for rank, ops in enumerate(self._by_key) if op.key in ops
-                    }
-                    want = theirs.arrived[place]
-                    shapes = [x.shape for x in has.values() if x is not None]
-                    ways = [dict.fromkeys(has, want)] if {*shapes} == {want.shape} and want.any() and want.ndim else []
+                    arrived = {rank: x for rank, one in self.ops_of(op.key)[0].items()
+                               if (x := one.arrived.get(place)) is not None}  # fmt: skip
+                    want, shapes = theirs.arrived[place], [x.shape for x in arrived.values()]
+                    ways = (
+                        [dict.fromkeys(arrived, want)] if {*shapes} == {want.shape} and want.any() and want.ndim else []
+                    )
                     ways += _uneven(want, shapes) if len(shapes) == len(self._ours) > 1 and not ways else []
-                    for found in ways:
-                        words = [difference(x, found[rank]) for rank, x in has.items() if x is not None]
-                        if first := next(filter(None, words), ""):
-                            yield op, place, first, found
+                    told = [[*filter(None, (difference(x, way[rank]) for rank, x in arrived.items()))] for way in ways]
+                    if told and all(told):
+                        wanted[place], words = ways[0], [*words, told[0][0]]
+                if wanted:
+                    yield op, words[0], wanted
 
     def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Observed | None) -> str:
         """Go from an operation that passes on a wrong gradient towards the loss, to the one that makes it wrong."""
