@@ -90,9 +90,11 @@ def reached(ends: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, No
 
 
 class Trails:
-    """The trails of all ranks beside the reference's."""
+    """The trails of all ranks beside the reference's. sets_up: whether ranks run operations that it does not, and that
+    are right, as those with which a script starts again"""
 
-    def __init__(self, ours: Sequence[Trail], theirs: Trail):
+    def __init__(self, ours: Sequence[Trail], theirs: Trail, sets_up: bool = False):
+        self._sets_up = sets_up
         self._ours, self._trails = ours, [*ours, theirs]
         *self._by_key, self._theirs = ({op.key: op for op in trail.ops} for trail in self._trails)
         for name, runs in self._shared().items():
@@ -192,6 +194,19 @@ class Trails:
         ]
         are_right = [all(np.allclose(x, want, self.precision) for x in mine) for mine, want in held]
         return [op for op, is_right in zip(reads, are_right) if not is_right]
+
+    def numbers_at(self, op: Op) -> list[tuple[float, float]]:
+        """Return the numbers by which a wrong operation and others of its line multiply on all ranks, if the reference
+        multiplies by other numbers: both."""
+        pairs = dict[float, float]()
+        for one in [op, *(other for other in self._ends.ops if other.line == op.line)]:
+            held, theirs = self.ops_of(one.key)
+            numbers, want = {other.times for other in held.values()}, theirs and theirs.times
+            if want and len(numbers) == 1 and (was := numbers.pop()) and abs(was - want) > 1e-6 * abs(want):
+                pairs.setdefault(was, want)
+            elif one is op:
+                return []
+        return [*pairs.items()]
 
     def makers_of(self, op: Op) -> list[Op]:
         """Return the operations that made the inputs of one."""
@@ -325,7 +340,7 @@ class Trails:
     def _is_right_value(self, op: Op, number: int) -> bool:
         other = self._theirs.get(op.key)
         if other is None:
-            return False
+            return self._sets_up
         if len(other.values) != len(op.values):  # as for a tensor that is cut into one piece per rank, or gathered
             ops = self._ends.ops
             return all(at >= len(ops) or self._is_right(ops[at]) for at in op.inputs)
