@@ -255,7 +255,7 @@ def _in_its_place(
         by = "" if first.line == op.line else f" from what {first.line} computes"
         repair = Repair("put", f"the reference's values in place of what {op.line} computes{by}", op.line,
                         values=values, times=facts.number)  # fmt: skip
-        told = next(trails.wanted(first), (words,))[0] if is_alike else words
+        told = next(trails.wanted(first), (words,))[0] if is_alike and first is not op else words
         cause = f"{'in the forward pass, ' * in_forward}{inputs} wrong: {told}{_too_much(facts, trails, values)}"
         yield Hypothesis(repair, cause, first.line, is_forward=is_first and (many or not in_forward))
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tplab.checking.gaps import largest
-from tplab.checking.observed import PRECISION, Observed, deals, factor_between, filled, find_spread, in_step, whose
+from tplab.checking.gaps import filled, largest
+from tplab.checking.observed import PRECISION, Observed, deals, factor_between, find_spread, in_step, whose
 from tplab.units import plain
 
 T = TypeVar("T")
