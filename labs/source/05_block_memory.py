@@ -219,8 +219,8 @@ matrices(first, "The gradient of scale, its first four entries")
 
 # %% [markdown]
 # [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows the gradient
-# of a real model's last norm on four ranks: all four are different. Megatron adds them up in an extra step after the backward pass, which is easy to
-# forget. There is a better way. All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$
+# of a real model's last norm on four ranks: all four are different. Megatron adds them up in an extra step after the
+# backward pass, which is easy to forget. There is a better way. All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$
 # belongs:
 
 # %%

@@ -104,8 +104,8 @@ for out in (simulated, processes):
 print(all(map(torch.allclose, simulated.value, processes.value)))
 
 # %% [markdown]
-# **The twin.** In JAX, you do not write the all-reduce over `dp`. JAX knows that all ranks along `dp` have the same `a` and `b`, so
-# it adds up their gradients by itself. We only divide by the number of copies. The same bytes travel:
+# **The twin.** In JAX, you do not write the all-reduce over `dp`. JAX knows that all ranks along `dp` have the same
+# `a` and `b`, so it adds up their gradients by itself. We only divide by the number of copies. The same bytes travel:
 
 # %%
 import jax

@@ -64,8 +64,8 @@ print(f"busy: {each.sum() / (len(each) * each.max()):.0%}")
 
 # %% [markdown]
 # With long sequences a rank's own tile is half a square. Then the ring takes as long as $p - \frac12$ full
-# tiles, and the mean work of a rank is $\frac{p}{2}$ full tiles: the ranks compute for $p/(2p-1)$ of the time. On four ranks that is 57%, after
-# 60% with 8 tokens and 58.6% with the 16 of the picture. With more ranks this approaches one half. The tokens at the end
+# tiles, and the mean work of a rank is $\frac{p}{2}$ full tiles: the ranks compute for $p/(2p-1)$ of the time. On four
+# ranks that is 57%, after 60% with 8 tokens and 58.6% with the 16 of the picture. With more ranks this approaches one half. The tokens at the end
 # of the sequence have the most to do, and one rank has all of them.
 #
 # ## Build it
