@@ -242,7 +242,7 @@ for link in (sheet.link(0, 1), sheet.link(0, 8)):
     print(f"{link.name}, by the formula at peak rates: {least:,}")
 
 # %% [markdown]
-# With peak rates the formula gives no bound: a slower kernel hides more, and FlashAttention 2 reaches about a third of the
+# Peak rates give no bound: a slower kernel hides more, and FlashAttention 2 reaches about a third of the
 # peak on an H100. Besides, any kernel takes a minimum time: in a node, even the tile of one token takes longer than its hop.
 # If a causal mask halves the work of a tile, the numbers of the formula double. In the backward pass, $dK$ and $dV$
 # travel with $K$ and $V$.
