@@ -22,8 +22,8 @@ from tplab.sharding import P
 MOST_RANKS = 4
 MESHES = (Mesh(tp=2), Mesh(tp=MOST_RANKS), Mesh(tp=1))
 VOCABULARY, SEQUENCE = 53, 8
-SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "max_position_embeddings": 16, "vocab_size": VOCABULARY}
-SIZES |= {"bos_token_id": 0, "eos_token_id": None}
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "max_position_embeddings": 16}
+SIZES |= {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": None}
 
 
 def small_gpt2(seed: int = 0) -> Any:
@@ -32,8 +32,7 @@ def small_gpt2(seed: int = 0) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(n_head=4, **no_dropout, **SIZES))
+    model = GPT2LMHeadModel(GPT2Config(n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **SIZES))
     model.loss_type = "ForCausalLM"
     with torch.no_grad():
         for parameter in model.parameters():  # norms of ones and biases of zeros would hide mistakes
@@ -48,8 +47,7 @@ def small_llama(seed: int = 0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(intermediate_size=48, **heads, **SIZES))
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=48, num_attention_heads=8, num_key_value_heads=4, **SIZES))
 
 
 def _ids() -> Any:
