@@ -53,9 +53,7 @@ def test_the_lab_shows_the_bug():
 
 def test_its_repairs_pass():
     verdict = check_sequence_mlp(sequence_mlp(all_gather))
-    expect(
-        verdict, True, "y, dx, dscale, da, db equal the unsharded result", "bytes, and with `tt.gather_again` 5,704"
-    )
+    expect(verdict, True, "y, dx, dscale, da, db equal the unsharded result", "bytes, and with `tt.gather_again` 5,704")
     assert "would do" not in verdict.text
     again = check_sequence_mlp(tt.gather_again(sequence_mlp(all_gather)))
     expect(
