@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tplab.jax.tracing.flow import inside, is_given, reached
+from tplab.jax.tracing.flow import inside, is_given
 from tplab.jax.tracing.hlo import Array, Instruction
+from tplab.jax.tracing.jaxprs import reached
 from tplab.jax.tracing.sending import as_written, is_inserted
 
 PASSED_ON = {
