@@ -38,7 +38,7 @@ from tplab.jax.ranks.context import vary
 from tplab.jax.ranks.program import program_of
 from tplab.jax.tracing.compiled import temporary_bytes
 from tplab.mesh import Axis
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 from tplab.schedules import (
     RULES,
     chimera,

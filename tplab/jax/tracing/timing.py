@@ -8,9 +8,8 @@ from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from tplab.cost.clock import Clock, Request
+from tplab.cost.clock import Clock, Links, Request
 from tplab.cost.cluster import Cluster
-from tplab.cost.links import Links
 from tplab.jax.tracing.tasks import Task
 
 

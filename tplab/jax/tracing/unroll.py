@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tplab.comm import check_counts
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import find
 from tplab.errors import TraceError
@@ -23,7 +24,6 @@ from tplab.jax.tracing.trace import recorded
 from tplab.jax.tracing.walk import MOST_ITERATIONS
 from tplab.jax.tracing.work import PASSED_ON, Works
 from tplab.mesh import Mesh
-from tplab.options import check_counts
 from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
