@@ -117,8 +117,8 @@ def rings_over(
         "split"    2R halves, cut in two along `dim`: the first halves as "up", then the second halves as "down"
         cost       (R-1) x is sent by each rank
         """
-        first = second = x = ready(x, axis)
         lanes = gather_lanes(0, axis_size(axis), 1, direction)  # the rank's index does not matter here
+        first = second = x = ready(x, axis)
         if direction == "split":
             first, second = halves(x, dim)
         up, down = [first], [second]
