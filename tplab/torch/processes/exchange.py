@@ -18,7 +18,7 @@ from tplab.torch.private import backend_of
 from tplab.torch.processes import frames
 from tplab.torch.processes.engine import POISON_TAG, Engine, break_off
 from tplab.torch.processes.frames import Header, Side
-from tplab.torch.ranks.rank import Pair
+from tplab.torch.ranks.rank import Apart
 
 _UNWATCHED_SENDS = 512
 
@@ -124,7 +124,7 @@ class Tags:
                 for group in mesh.groups(names):
                     groups.setdefault(group, len(groups))
         for pair in permutations(mesh.ranks, 2):
-            groups[Pair(pair)] = len(groups)
+            groups[Apart(pair)] = len(groups)
         self._groups = groups
         self._window = (POISON_TAG - 1) // len(groups)
 

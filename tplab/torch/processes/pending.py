@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from threading import Event, Thread
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from tplab.torch.processes.waits import mismatch
 from tplab.torch.ranks import outcomes, texts
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
-from tplab.trace.journal import Group, Met, Said, Sent, Taken
+from tplab.trace.journal import Group
 from tplab.trace.label import Label, of_all
 
 
@@ -59,11 +58,12 @@ class ProcessPending(Pending):
         """Record in the rank's journal what has happened, and advance its count of hops. A GPU is past reading what was
         sent by now, so that memory can be freed."""
 
-    def said(self, num_bytes: int, step: int, label: Label, values: np.ndarray | None) -> Said:
-        """The contents of its note, except the times."""
+    def noted(self, kind: str, end: float, label: Label, **about: Any) -> None:
+        """Note in the rank's journal what this is, from the moment it begun until `end`."""
         side, call = self.side, self.call
-        about = num_bytes, side.shape, side.dtype, step, side.where, self.phase, call.reduction
-        return Said(self.group, self.number, call.op, call.place.label, *about, label, values)
+        about |= {"op": call.op, "axis": call.place.label, "shape": side.shape, "dtype": side.dtype}
+        about |= {"where": side.where, "phase": self.phase, "reduction": call.reduction}
+        self.rank.journal.note(kind, self.begun, end, label, (self.group, self.number), **about)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,8 @@ class ProcessPending(Pending):
         rank.waits_in = None
         arrival = now if self.flight is None else self._landed_at
         if arrival > now:
-            rank.journal.waited.append((self.call.op, now, arrival, self.call.place.label, self.side.where))
+            about: dict[str, Any] = {"op": self.call.op, "axis": self.call.place.label, "where": self.side.where}
+            rank.journal.note("wait", now, arrival, **about)
         self.note(result, arrival)
         return result
 
@@ -192,7 +193,7 @@ class Message(ProcessPending):
         step = rank.way_is_free(target)
         rank.take_way(target, step)
         label, values = rank.content(x)
-        rank.journal.sent.append(Sent(target, self.begun, self.said(x.nbytes, step, label, values)))
+        self.noted("message", self.begun, label, bytes=x.nbytes, step=step, values=values, peer=target)
         return Header(self.side, step, label)
 
     def arrive(self) -> Tensor:
@@ -219,8 +220,7 @@ class Message(ProcessPending):
         if self.source is None:
             return
         rank = self.rank
-        taken = Taken(arrival, self.side.where, self.phase)
-        rank.journal.received[self.source, self.group, self.number] = taken
+        self.noted("taken", arrival, self.header.label, peer=self.source)
         rank.hops = max(rank.hops, self.header.hops + 1)
         rank.received(result, self.header.label)
 
@@ -265,8 +265,7 @@ class Together(ProcessPending):
         numels = [torch.Size(header.side.shape).numel() for header in self.headers]
         num_bytes = bytes_sent(call, side.shape, getattr(torch, side.dtype).itemsize, numels, index)
         values = rank.values.of(result)
-        said = self.said(num_bytes, self.hop, self._label(result), values)
-        rank.journal.met.append(Met(self.begun, arrival, said))
+        self.noted("collective", arrival, self._label(result), bytes=num_bytes, step=self.hop, values=values)
 
     def _label(self, result: Tensor) -> Label:
         """The label of the result. Only results of some of the ranks need to be followed."""

@@ -18,8 +18,10 @@ from tplab.torch.ranks.meter import Meter
 from tplab.torch.ranks.provenance import Provenance
 from tplab.torch.ranks.rank import Lines, Rank
 from tplab.torch.ranks.values import Values, dtype_name
-from tplab.trace.journal import Added, Computed, Doing, Journal
-from tplab.trace.label import Label
+from tplab.trace.journal import Doing, Journal
+from tplab.trace.label import UNKNOWN, Label
+
+_ANYTHING = Doing("compute", "", UNKNOWN)
 
 
 class RecordedRank(Rank):
@@ -63,7 +65,8 @@ class RecordedRank(Rank):
     def catch_up(self, held: int = -1) -> float:
         """Record what this rank has computed since the last record, and what it holds now. Returns the time."""
         now = time.perf_counter()
-        self.journal.computed.append(Computed(self._seen_at, now, self._doing, held))
+        op, where, label, _ = self._doing or _ANYTHING
+        self.journal.note("compute", self._seen_at, now, label, op=op, where=where, held=held)
         return now
 
     @contextmanager
@@ -102,7 +105,8 @@ class RecordedRank(Rank):
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         if self._doing is None:
             now, values = time.perf_counter(), self._provenance.values.of(x)
-            self.journal.added.append(Added(op, now, tuple(x.shape), dtype_name(x.dtype), label, values))
+            about = {"op": op, "shape": tuple(x.shape), "dtype": dtype_name(x.dtype), "values": values}
+            self.journal.note("added", now, now, label, **about)
 
     def received(self, x: Tensor, label: Label | None) -> None:
         """Follow the data of a received tensor through this rank's operations."""
