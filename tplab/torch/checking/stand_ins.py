@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import update_wrapper
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from tplab.torch.checking.pieces import is_stateless
 from tplab.torch.checking.watched import Watched
 from tplab.torch.private import CLIP, graph_task, local_of, transform
 from tplab.torch.ranks.meter import tensors_in
-from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.program import is_program, outwards
 from tplab.torch.ranks.values import dtype_name
 
 
@@ -283,9 +282,5 @@ TABLE: Sequence[StandIn] = (
 
 def _only_asks_for_shapes() -> bool:
     """Return whether a pipeline calls its stage, or its loss, only to infer shapes."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name.endswith("_inference") and frame.f_code.co_filename.endswith("pipelining/stage.py"):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame in outwards(sys._getframe(2)))
+    return any(one.co_name.endswith("_inference") and one.co_filename.endswith("pipelining/stage.py") for one in codes)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from tplab.torch.distributed.replaced import Value, on_ranks, taking_turns
-from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.program import is_program, outwards
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.texts import AGAIN
 from tplab.torch.ranks.watches import OF_FILES, OF_OTHERS, OF_THREADS
@@ -243,8 +243,9 @@ if fcntl is not None:
 
 def _asked(seconds: float | None = None) -> str:
     """The program's call that waits here, for at most these seconds, such as "Future.result"."""
-    frame, asked = sys._getframe(1), "threading"
-    while frame is not None and not is_program(frame.f_code.co_filename):
+    asked = "threading"
+    for frame in outwards(sys._getframe(1)):
+        if is_program(frame.f_code.co_filename):
+            break
         asked = frame.f_code.co_qualname
-        frame = frame.f_back
     return asked if seconds is None else asked + AGAIN

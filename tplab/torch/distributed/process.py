@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Dims, Groups, Hooks
+from tplab.torch.distributed.replaced import Replaced
 from tplab.torch.distributed.settings import Met, Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
@@ -92,7 +93,7 @@ class Processes:
         own = Slot(c10d.__name__, "_world", lambda *_: None), Slot("builtins", "print")
         self._slots = [*_OF_EACH, *own, Slot("logging", "root.manager.disable"), *SLOTS]  # not imported so far
         self._met: list[Met] = []
-        self._changes: list[Any] = [Hooks(), Settings(self._met), Threads(self._beside)]  # of torch and of Python
+        self._changes: list[Replaced] = [Hooks(), Settings(self._met), Threads(self._beside)]  # of torch and of Python
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._shared = Shared()

@@ -17,7 +17,8 @@ _getpid = os.getpid
 
 
 class Replaced:
-    """Replacements, and the values before them."""
+    """Replacements, and the values before them. A change of a process for the duration of a run is one, or consists of
+    several."""
 
     def __init__(self, values: Iterable[Value] = ()):
         self.values = [*values]

@@ -26,7 +26,7 @@ from tplab.torch.ranks.watcher import Listener, watcher
 Inside = Callable[[SimulatedRank], AbstractContextManager[None]]
 
 
-class Threads:
+class Threads(Replaced):
     """Python's threads as simulated ranks need them, for the duration of a run.
 
     beside   makes the context for a thread that a rank has started
@@ -34,19 +34,9 @@ class Threads:
 
     def __init__(self, beside: Inside):
         self._beside = beside
-        self._replaced = Replaced([*BLOCKING, on_ranks(threading.Thread, "start")(self._started)])
-        self._had_filter = False
-
-    def put(self) -> None:
-        logger = logging.getLogger("concurrent.futures")
-        self._had_filter = _is_no_release in logger.filters  # of the enclosing run
-        logger.addFilter(_is_no_release)
-        self._replaced.put()
-
-    def take_back(self) -> None:
-        self._replaced.take_back()
-        if not self._had_filter:
-            logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
+        log = logging.getLogger("concurrent.futures")
+        quiet = log, "filters", [*log.filters, _is_no_release]
+        super().__init__([*BLOCKING, on_ranks(threading.Thread, "start")(self._started), quiet])
 
     def _started(self, rank: SimulatedRank, own: Any, thread: Any) -> None:
         if not _belongs_to_program(thread) or thread.ident is not None:

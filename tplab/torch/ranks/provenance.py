@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.labels import Labels
-from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.program import is_program, outwards
 from tplab.torch.ranks.values import Values
 from tplab.trace.label import UNKNOWN, Label
 
@@ -134,7 +134,8 @@ def name_in_program(x: Tensor) -> str:
     if memory is None:
         return ""
     first = given = ""
-    for frame in reversed(_frames()):
+    frames = [frame for frame in outwards(sys._getframe(1)) if is_program(frame.f_code.co_filename)]
+    for frame in reversed(frames):
         here = []
         for name, value in _tensors(frame):
             if _memory(value) != memory:
@@ -158,16 +159,6 @@ def _memory(x: Tensor) -> tuple[int, Any] | None:
         return x.untyped_storage().data_ptr(), x.dtype
     except (RuntimeError, NotImplementedError):  # torch.func wraps tensors that have no memory of their own
         return None
-
-
-def _frames() -> list[FrameType]:
-    """The functions of the program that are running, the innermost first."""
-    frames, frame = [], sys._getframe(1)
-    while frame is not None:
-        if is_program(frame.f_code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
 
 
 def _tensors(frame: FrameType) -> list[tuple[str, Tensor]]:

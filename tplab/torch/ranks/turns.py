@@ -92,7 +92,7 @@ class Turns:
         self.seats = [Seat(number, self) for number in range(num_ranks)]
         self.others: list[Seat] = []  # of threads that programs have started
         self.ready: deque[Seat] = deque(self.seats)
-        self.watches = Watches[Seat]()
+        self.watches = Watches()
         self.failure: BaseException | None = None
         self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
         self._kernels: Own | None = None
