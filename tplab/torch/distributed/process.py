@@ -98,6 +98,7 @@ class Processes:
         self._finder = _Finder(self)
         self._shared = Shared()
         self._dims = Dims(mesh)
+        self.named_mesh = self._dims.named
         self._kernel: Process | None = None
         self.active: Process | None = None
         self.ranks: list[Process] = []
@@ -117,10 +118,6 @@ class Processes:
     def advice(self, error: BaseException) -> str | None:
         """Advice for a program in which a rank has raised `error`."""
         return advice(error, is_mapped=self._cuda is not None)
-
-    def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The mesh that the program has made, if the run's has no names, and the meaning of groups' labels on it."""
-        return self._dims.named()
 
     # --- swapping ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Any, TextIO, cast
 
 from tplab.cost.cluster import Cluster
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
-from tplab.mesh import Mesh
 from tplab.torch.ranks import results, texts
 from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.attention import KERNELS_OF_GPUS
@@ -35,10 +34,7 @@ def run_on_simulated_ranks(
         mesh.size,
         state,
         stuck=lambda: deadlock(ranks, [seat.member for seat in turns.others if turns.is_running(seat)]),
-        named=lambda rank, error: named(
-            rank, error, turns.failure, mesh, world.lines, None if more is None else more.advice(error)
-        ),
-        told=lambda error: told(error, ranks, world.lines),
+        told=lambda error, rank: told(error if rank is None else named(error, rank, world, more), ranks, world.lines),
         around=around.seat if isinstance(around, SimulatedRank) else None,
     )
     ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
@@ -93,14 +89,10 @@ def _writer(world: World) -> int | None:
 # --- what went wrong, worked out from where each rank is --------------------------------------------------------------
 
 
-def named(
-    rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines, advice: str | None = None
-) -> BaseException:
-    """The error for what a rank raised, with the rank's number and `advice`. `failure` already names its ranks."""
-    if error is failure:
-        return error
-    said = "; ".join(filter(None, (str(error), advice)))
-    return texts.raised(rank, error, type(error).__name__, said, lines.of(error), mesh)
+def named(error: BaseException, rank: int, world: World, more: More | None) -> BaseException:
+    """The error for what a rank raised, with the rank's number and advice."""
+    said = "; ".join(filter(None, (str(error), None if more is None else more.advice(error))))
+    return texts.raised(rank, error, type(error).__name__, said, world.lines.of(error), world.mesh)
 
 
 def told(error: BaseException, ranks: Iterable[SimulatedRank], lines: Lines) -> BaseException:

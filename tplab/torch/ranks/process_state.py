@@ -60,15 +60,6 @@ class More(Protocol):
         """A context around the program of one rank, in its thread."""
         ...
 
-    def map_cuda(self) -> None:
-        """Map every use of cuda in the program to the CPU."""
-        ...
-
-    @property
-    def mapped(self) -> str | None:
-        """What was mapped, as a sentence."""
-        ...
-
     @property
     def prints_live(self) -> bool:
         """Whether what ranks print appears at once, not rank by rank at the end."""

@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -341,14 +341,6 @@ def around(frame: FrameType) -> None:
     _thread.around = frame
 
 
-class _IsProgram(dict[str, bool]):
-    """Whether a file belongs to the program, and not to an installed package."""
-
-    def __missing__(self, filename: str) -> bool:
-        found = self[filename] = is_program(filename)
-        return found
-
-
 class Lines:
     """The running line of the user's program, as text: "cell 3, line 4" or "file.py:12".
 
@@ -356,7 +348,7 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        self._is_program = _IsProgram()
+        self._is_program = cache(is_program)  # of a file
         self._texts: dict[tuple[str, int], str] = {}
 
     def frame(self, above: int = 0) -> FrameType:
@@ -367,7 +359,7 @@ class Lines:
         is_program = self._is_program
         frame: FrameType | None = sys._getframe(1 + above)
         while frame is not None:
-            if is_program[frame.f_code.co_filename]:
+            if is_program(frame.f_code.co_filename):
                 return frame
             frame = frame.f_back
         if (frame := self.program_frame(getattr(_thread, "around", None))) is not None:
@@ -383,7 +375,7 @@ class Lines:
 
     def is_program(self, frame: FrameType) -> bool:
         """Whether a frame belongs to the program, and not to an installed package."""
-        return self._is_program[frame.f_code.co_filename]
+        return self._is_program(frame.f_code.co_filename)
 
     def here(self) -> str:
         """The line of the program's innermost frame."""
@@ -415,7 +407,7 @@ class Lines:
         found, step = None, error.__traceback__
         while step is not None:
             filename = step.tb_frame.f_code.co_filename
-            if self._is_program[filename]:
+            if self._is_program(filename):
                 found = filename, step.tb_lineno
             step = step.tb_next
         return self._text(*found) if found else None

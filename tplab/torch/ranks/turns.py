@@ -76,8 +76,7 @@ class Turns:
     num_ranks   how many ranks take turns
     state       the part of the process state that is swapped with the turn
     stuck       makes the error for a deadlock
-    named       makes the error for what a rank has raised
-    told        puts the errors that ranks are still handling before the error that the run fails with
+    told        (error, the rank whose program has raised it, or None) -> the error that the run fails with
     """
 
     def __init__(
@@ -85,8 +84,7 @@ class Turns:
         num_ranks: int,
         state: ProcessState,
         stuck: Callable[[], BaseException],
-        named: Callable[[int, BaseException], BaseException],
-        told: Callable[[BaseException], BaseException],
+        told: Callable[[BaseException, int | None], BaseException],
         around: Seat | None,
     ):
         self.seats = [Seat(number, self) for number in range(num_ranks)]
@@ -94,7 +92,7 @@ class Turns:
         self.ready: deque[Seat] = deque(self.seats)
         self.watches = Watches()
         self.failure: BaseException | None = None
-        self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
+        self._state, self._stuck, self._told, self._around = state, stuck, told, around
         self._kernels: Own | None = None
         self._ticket: Ticket = Ticket() if around is None else around.turns._ticket
         self.core = OneCore([])
@@ -281,7 +279,7 @@ class Turns:
                     seat.result = program()
             except BaseException as error:
                 if not isinstance(error, Released):
-                    self.fail(self._named(seat.number, error))
+                    self.fail(error, seat.number)
             _close(seat.gate)
         except Released:  # `_stop` may raise it at any line until the gate is closed, including these
             _close(seat.gate)
@@ -359,10 +357,11 @@ class Turns:
             if not self._running and self._called.locked():
                 self._called.release()
 
-    def fail(self, error: BaseException) -> None:
-        """Let the run fail with `error`. Only the first error counts, because others follow from it."""
+    def fail(self, error: BaseException, rank: int | None = None) -> None:
+        """Let the run fail with `error`, which the program of `rank` has raised, or ours. Only the first error counts,
+        because others follow from it."""
         if self.failure is None:
-            self.failure = self._told(error)
+            self.failure = self._told(error, rank)
 
 
 _POLL = 0.1  # s; an exception set by another thread reaches a thread only between two waits
