@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import update_wrapper
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from tplab.torch.checking.names import OF_A_BATCH
 from tplab.torch.checking.pending import Call
 from tplab.torch.checking.pieces import is_stateless
 from tplab.torch.checking.watched import Watched
+from tplab.torch.distributed.replaced import Replaced, on_ranks
 from tplab.torch.private import CLIP, graph_task, local_of, transform
 from tplab.torch.ranks.meter import tensors_in
 from tplab.torch.ranks.program import is_program, outwards
@@ -79,17 +79,9 @@ class StandIns:
             self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", require_sync)
 
     def _replace(self, owner: Any, name: str, act: Callable[..., Any]) -> None:
-        original, here, is_own = getattr(owner, name), self._here, name in vars(owner)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            rank = here()
-            return original(*args, **kwargs) if rank is None else act(rank, original, *args, **kwargs)
-
-        setattr(owner, name, update_wrapper(watched, original))  # callers may inspect its name and signature
-        if is_own:
-            self._undo.callback(setattr, owner, name, original)
-        else:  # inherited
-            self._undo.callback(delattr, owner, name)
+        replaced = Replaced([on_ranks(owner, name, self._here)(act)])
+        replaced.put()
+        self._undo.callback(replaced.take_back)
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if (rank := self._here()) is not None:
