@@ -46,7 +46,7 @@ def of_several(is_timed: bool = False) -> SimulatedRank | None:
     rank = taking_turns()
     if rank is None or rank.waits_as_always:
         return None
-    return rank if is_timed or rank.home is not rank or rank.seat.turns.others_of(rank.seat) else None
+    return rank if is_timed or rank.home is not rank or rank.turns.others_of(rank) else None
 
 
 class Lock:
@@ -194,7 +194,7 @@ def _begun(rank: SimulatedRank, own: Any, process: Any, *args: Any, **kwargs: An
     if len(args) <= _ENV and kwargs.get("env") is None:
         kwargs["env"] = dict(os.environ)
     own(process, *args, **kwargs)
-    rank.seat.turns.watches.outsiders.add(process)
+    rank.turns.watches.outsiders.add(process)
 
 
 _ENV = [*inspect.signature(subprocess.Popen).parameters].index("env")
@@ -212,7 +212,7 @@ def _system(rank: SimulatedRank, own: Any, command: Any) -> int:
 @on_ranks(multiprocessing.process.BaseProcess, "start")
 def _process_started(rank: SimulatedRank, own: Any, process: Any) -> None:
     own(process)
-    rank.seat.turns.watches.outsiders.add(process)
+    rank.turns.watches.outsiders.add(process)
 
 
 @on_ranks(torch.futures.Future, "wait")

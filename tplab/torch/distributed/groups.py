@@ -137,7 +137,7 @@ class Groups:
                 f"new_group number {name} is not the same on all ranks:\n{said}\nevery rank must make every group, in "
                 "the same order, also those that it is not in, unless all pass use_local_synchronization=True"
             )
-            member.seat.turns.fail(error)
+            member.turns.fail(error)
             raise error
         made.came.add(member.rank)
         if member.rank in ranks and "gloo" in backend:

@@ -235,7 +235,7 @@ class Processes:
     def _beside(self, member: SimulatedRank) -> Iterator[None]:
         """A context around a thread that the program of a rank has started, in that thread."""
         groups: Any = c10d._world
-        for seat in (member.seat, member.seat.home):
+        for seat in (member, member.home):
             seat.begins = groups.register
         groups.register()
         try:

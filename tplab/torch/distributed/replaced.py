@@ -48,7 +48,7 @@ class Replaced:
 def taking_turns() -> SimulatedRank | None:
     """The rank of the calling thread, if it takes turns."""
     rank = current_rank_or_none()
-    return rank if isinstance(rank, SimulatedRank) and rank.seat.turns.process == _getpid() else None
+    return rank if isinstance(rank, SimulatedRank) and rank.turns.process == _getpid() else None
 
 
 def on_ranks(home: Any, name: str, here: Callable[[], Any] = taking_turns) -> Callable[[Callable[..., Any]], Value]:

@@ -40,20 +40,20 @@ class Threads(Replaced):
 
     def _started(self, rank: SimulatedRank, own: Any, thread: Any) -> None:
         if not _belongs_to_program(thread) or thread.ident is not None:
-            rank.seat.turns.watches.outsiders.add(thread)
+            rank.turns.watches.outsiders.add(thread)
             own(thread)
             return
         other = rank.beside(thread)
-        seat, turns = other.seat, rank.seat.turns
+        turns = rank.turns
         listeners = [one for one in watcher().listeners if one.follows_threads]
         program = thread.run
-        thread._seat = seat
-        thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, listeners))
+        thread._seat = other
+        thread.run = partial(turns.live, other, partial(self._live, other, thread, program, listeners))
         rank.waits_as_always = True  # until the new thread runs, which is before its turn
         try:
             own(thread)
         except BaseException:
-            turns.leave(seat)
+            turns.leave(other)
             raise
         finally:
             rank.waits_as_always = False
@@ -76,7 +76,7 @@ class Threads(Replaced):
         except Released:
             raise
         except BaseException as error:  # as in any thread, it ends only the thread
-            if rank.seat.turns.failure is None:
+            if rank.turns.failure is None:
                 at = rank.world.lines.of(error)
                 text = f"{type(error).__name__}{f' at {at}' if at else ''}: {error}"
                 rank.home.raised.append(f"its thread {thread.name!r} has raised {text}")

@@ -40,7 +40,7 @@ class Pair:
                 "overlap=True runs forward passes in a thread that torch.distributed does not know: leave it out where "
                 "the program of simulated ranks calls init_process_group"
             )
-        self._gate = self._rank.seat.gate if isinstance(self._rank, SimulatedRank) else None
+        self._gate = self._rank.gate if isinstance(self._rank, SimulatedRank) else None
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._generators = generators(self._device)

@@ -31,13 +31,12 @@ def run_on_simulated_ranks(
     mesh, world = job.mesh, World(job, cluster, is_timed=clock == "measured")
     state, around = ProcessState(job.device, more), current_rank_or_none()
     turns = Turns(
-        mesh.size,
         state,
-        stuck=lambda: deadlock(ranks, [seat.member for seat in turns.others if turns.is_running(seat)]),
+        stuck=lambda: deadlock(ranks, [one for one in turns.others if turns.is_running(one)]),
         told=lambda error, rank: told(error if rank is None else named(error, rank, world, more), ranks, world.lines),
-        around=around.seat if isinstance(around, SimulatedRank) else None,
+        around=around if isinstance(around, SimulatedRank) else None,
     )
-    ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
+    ranks = [SimulatedRank(rank, world, turns) for rank in mesh.ranks]
     ending = ExitStack()
 
     def owns(kernels: Own) -> list[Own]:
@@ -111,7 +110,7 @@ def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, s
     """The ranks that wait in a collective while they handle an error: each rank, a sentence about both, the error."""
     caught: dict[int, Any] = sys._current_exceptions()
     for rank in ranks:
-        own = caught.get(rank.seat.thread.ident or 0) if rank.seat.thread else None
+        own = caught.get(rank.thread.ident or 0) if rank.thread else None
         own = own[1] if isinstance(own, tuple) else own  # Python 3.11 has (type, error, traceback)
         if own is None or rank.waits_in is None or (line := lines.of(own)) is None:
             continue
@@ -143,8 +142,8 @@ def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = (
     members = [*ranks, *others]
     doing = {rank.rank: _doing(rank) for rank in members if rank.home is rank}
     for rank in members:
-        if rank.home is not rank and rank.seat.thread is not None:
-            doing[rank.rank] += f"\n    its thread {rank.seat.thread.name!r} {_doing(rank)}"
+        if rank.home is not rank and rank.thread is not None:
+            doing[rank.rank] += f"\n    its thread {rank.thread.name!r} {_doing(rank)}"
     for rank in members:
         doing[rank.rank] += "".join(f"\n    {text}" for text in rank.raised)
     return texts.deadlock(doing, [rank.waits_in[0].call.op for rank in members if isinstance(rank.waits_in, tuple)])

@@ -45,7 +45,7 @@ class Nap(NamedTuple):
 
 
 Seat = Any
-"""`turns.Seat`; only its `number`, `home` and `is_daemon` matter here."""
+"""`turns.Seat`; only its `rank`, `home` and `is_daemon` matter here."""
 
 
 class Watches:
@@ -147,7 +147,7 @@ class Watches:
         """Let the first seat that `gives_up` go on. Returns whether there is one."""
         found = [seat for seat, watch in self.by_seat.items() if watch.gives_up]
         if found:
-            self._given_up.add(min(found, key=lambda seat: seat.number))
+            self._given_up.add(min(found, key=lambda seat: seat.rank))
             self.goes_on()
         return bool(found)
 
