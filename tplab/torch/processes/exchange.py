@@ -21,6 +21,8 @@ from tplab.torch.processes.frames import Header, Side
 from tplab.torch.ranks.rank import Apart
 
 _UNWATCHED_SENDS = 512
+Awaited = dict[int, tuple[Tensor, Any]]
+"""Frames that have not arrived, by the ranks that send them: the memory for each, and what `wait` takes."""
 
 
 class ConnectionLost(RankError):
@@ -41,15 +43,25 @@ class Exchange:
         self._gloo, self._rank, self.engine = gloo, rank, engine
         self._sends: deque[tuple[Any, Tensor]] = deque()  # in flight, with the memory that they read from
 
-    def start(self, tag: int, outgoing: Mapping[int, Header], sources: Iterable[int]) -> Flight:
+    def start(self, tag: int, outgoing: Mapping[int, Header], sources: Iterable[int]) -> Awaited:
         """Send a frame to each rank in `outgoing`; prepare to receive one from each of `sources`."""
-        flight = Flight(self)
+        awaited: Awaited = {}
         for source in sources:
             frame = frames.empty_frame()
-            flight.frames[source] = frame, self.receive(source, tag, frame)
+            awaited[source] = frame, self.receive(source, tag, frame)
         for target, header in outgoing.items():
             self.send(target, tag, frames.encode(header))
-        return flight
+        return awaited
+
+    def finish(self, awaited: Awaited, check: Callable[[Side], None]) -> dict[int, Header]:
+        """Wait for all these frames, and return their headers by rank. `check` may refuse a side."""
+        arrived = {}
+        for source, (frame, work) in list(awaited.items()):
+            self.wait(work)
+            arrived[source] = frames.decode(frame)
+            del awaited[source]
+            check(arrived[source].side)
+        return arrived
 
     def send(self, target: int, tag: int, data: Tensor) -> None:
         """Send bytes. They must not be written to until they have arrived."""
@@ -87,28 +99,6 @@ class Exchange:
         except RuntimeError as error:
             text = f"rank {self._rank} lost its connection to another rank ({_first_line(error)})"
             raise ConnectionLost(text, self._rank) from None
-
-
-class Flight:
-    """Frames that are expected from some ranks. `missing` are the ranks whose frames have not arrived."""
-
-    def __init__(self, exchange: Exchange):
-        self._exchange = exchange
-        self.frames: dict[int, tuple[Tensor, Any]] = {}
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(self.frames)
-
-    def finish(self, check: Callable[[Side], None]) -> dict[int, Header]:
-        """Wait for all frames, and return their headers by rank. `check` may refuse a side."""
-        arrived = {}
-        for source, (frame, work) in list(self.frames.items()):
-            self._exchange.wait(work)
-            arrived[source] = frames.decode(frame)
-            del self.frames[source]
-            check(arrived[source].side)
-        return arrived
 
 
 class Tags:

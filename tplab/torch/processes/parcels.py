@@ -37,11 +37,12 @@ class Parcel:
     """
 
     def __init__(self, *contents: Any, shared: bool = True):
-        stream, table = io.BytesIO(), _Storages()
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
         for content in contents:
-            _Pickler(stream, table).dump(content)
+            pickler.dump(content)
         places, size = [], 0
-        for storage in table.storages:
+        for storage in pickler.storages:
             places.append((size, storage.nbytes()))
             size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         self.fd: int | None = None
@@ -51,7 +52,7 @@ class Parcel:
             memory: Any = mmap.mmap(self.fd, size)
         else:
             memory = bytearray(size)
-        for storage, (start, num_bytes) in zip(table.storages, places):
+        for storage, (start, num_bytes) in zip(pickler.storages, places):
             if num_bytes:
                 target = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
                 target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -101,8 +102,9 @@ class Received:
                 storages.append(view.untyped_storage())
             else:
                 storages.append(UntypedStorage(0))
+        unpickler = _Unpickler(stream, storages)
         while stream.tell() < len(self._body):
-            yield _Unpickler(stream, storages).load()
+            yield unpickler.load()
 
 
 def receive(source: Connection) -> Received | None:
@@ -118,15 +120,17 @@ def receive(source: Connection) -> Received | None:
     return Received(body, memory)
 
 
-class _Storages:
-    """The memory of all tensors that are packed, each piece once, so that views remain views."""
+class _Pickler(cloudpickle.Pickler):
+    """A pickler that puts the memory of tensors in a table, each piece once, so that views remain views. It adds the
+    file to each code object."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: io.BytesIO):
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.storages: list[UntypedStorage] = []
         self._places: dict[int, int] = {}
         self._met: list[UntypedStorage] = []  # kept alive, so that no other storage gets the same address
 
-    def place(self, storage: UntypedStorage) -> int:
+    def _place(self, storage: UntypedStorage) -> int:
         key = storage_id(storage)
         place = self._places.get(key)
         if place is None:
@@ -135,19 +139,11 @@ class _Storages:
             self.storages.append(storage if storage.device.type == "cpu" else storage.cpu())
         return place
 
-
-class _Pickler(cloudpickle.Pickler):
-    """A pickler that puts the memory of tensors in a table, and adds the file to each code object."""
-
-    def __init__(self, stream: io.BytesIO, table: _Storages):
-        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self._table = table
-
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, TypedStorage):
-            return self._table.place(obj._untyped_storage), obj.dtype
+            return self._place(obj._untyped_storage), obj.dtype
         if isinstance(obj, UntypedStorage):
-            return self._table.place(obj), torch.uint8  # as torch.load expects it
+            return self._place(obj), torch.uint8  # as torch.load expects it
         return None
 
     def reducer_override(self, obj: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tplab.torch.private import no_dispatch, phase
-from tplab.torch.processes.exchange import Flight
+from tplab.torch.processes.exchange import Awaited
 from tplab.torch.processes.frames import Header, Side, bytes_of
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import mismatch
@@ -29,7 +29,7 @@ class ProcessPending(Pending):
     over     set when this one is over
     """
 
-    flight: Flight | None = None
+    awaited: Awaited | None = None
     before: Event | None = None
 
     def __init__(self, rank: RecordedRank, call: Call, side: Side, number: int, tag: int, begun: float):
@@ -70,11 +70,11 @@ class ProcessPending(Pending):
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks whose frames have not arrived yet."""
-        return () if self.flight is None else self.flight.missing
+        return tuple(self.awaited or ())
 
     def fly(self) -> None:
         """Continue in a separate thread, so that it really overlaps with what the rank computes."""
-        if self.flight is not None:
+        if self.awaited is not None:
             self._flies = True
             about = torch.get_num_threads(), torch.is_inference_mode_enabled()  # a new thread has its own settings
             Thread(target=self._fly, args=about, daemon=True).start()
@@ -116,7 +116,7 @@ class ProcessPending(Pending):
         assert result is not None
         rank.engine.join(self.done, result)
         rank.waits_in = None
-        arrival = now if self.flight is None else self._landed_at
+        arrival = now if self.awaited is None else self._landed_at
         if arrival > now:
             about: dict[str, Any] = {"op": self.call.op, "axis": self.call.place.label, "where": self.side.where}
             rank.journal.note("wait", now, arrival, **about)
@@ -184,7 +184,7 @@ class Message(ProcessPending):
         self.like, self.x = x, self.keep(x)
         outgoing = {} if target is None else {target: self._note_sent(x, target)}
         sources = [] if self.source is None else [self.source]
-        self.flight = self.rank.exchange.start(self.tag, outgoing, sources)
+        self.awaited = self.rank.exchange.start(self.tag, outgoing, sources)
         if target is not None and self.x.is_cpu and x.numel():
             self.rank.exchange.send(target, self.tag, bytes_of(self.x))
 
@@ -197,8 +197,8 @@ class Message(ProcessPending):
         return Header(self.side, step, label)
 
     def arrive(self) -> Tensor:
-        assert self.flight is not None
-        headers, engine = self.flight.finish(self.check), self.rank.engine
+        assert self.awaited is not None
+        headers, engine = self.rank.exchange.finish(self.awaited, self.check), self.rank.engine
         with engine.after(self.ready):
             if self.source is None:
                 result = torch.zeros_like(self.like, memory_format=torch.contiguous_format, requires_grad=False)
@@ -243,11 +243,11 @@ class Together(ProcessPending):
         self.header = Header(self.side, self.hop, rank.put_in(x))
         self.x, self.device = self.keep(x), x.device
         others = [other for other in self.group if other != rank.rank]
-        self.flight = rank.exchange.start(self.tag, dict.fromkeys(others, self.header), others)
+        self.awaited = rank.exchange.start(self.tag, dict.fromkeys(others, self.header), others)
 
     def arrive(self) -> Tensor:
-        assert self.flight is not None
-        headers = {self.rank.rank: self.header, **self.flight.finish(self.check)}
+        assert self.awaited is not None
+        headers = {self.rank.rank: self.header, **self.rank.exchange.finish(self.awaited, self.check)}
         self.headers = [headers[rank] for rank in self.group]
         self.check_room([header.side for header in self.headers])
         self.hop = max(header.hops for header in self.headers)
