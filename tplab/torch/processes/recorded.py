@@ -14,7 +14,6 @@ from torch import Tensor
 from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.exchange import Exchange
-from tplab.torch.ranks.meter import Meter
 from tplab.torch.ranks.provenance import Provenance
 from tplab.torch.ranks.rank import Lines, Rank
 from tplab.torch.ranks.values import Values, dtype_name
@@ -44,11 +43,8 @@ class RecordedRank(Rank):
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None
-        self._meter = Meter(self, None)
         self.values = Values(record)
-        self._provenance = Provenance(
-            rank, self.labels, self._meter, lambda x, piece: rank + piece * mesh.size, record * mesh.size
-        )
+        self._provenance = Provenance(self, lambda x, piece: rank + piece * mesh.size, record * mesh.size)
 
     # --- the program's own work ----------------------------------------------------------------------------------
 
@@ -59,8 +55,7 @@ class RecordedRank(Rank):
     def stop_watching(self) -> None:
         """Called after the program."""
         self.journal.end = self.catch_up()
-        if self._meter.is_open:
-            self._meter.close()
+        self._provenance.meter.close()
 
     def catch_up(self, held: int = -1) -> float:
         """Record what this rank has computed since the last record, and what it holds now. Returns the time."""

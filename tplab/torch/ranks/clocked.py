@@ -17,7 +17,7 @@ from tplab.errors import OutsideRunError
 from tplab.torch.private import phase
 from tplab.torch.ranks.chronicle import Burst
 from tplab.torch.ranks.meeting import Meeting, Site
-from tplab.torch.ranks.meter import Cost, Meter
+from tplab.torch.ranks.meter import Cost
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.provenance import NAMES_UP_TO, Provenance, name_in_program
 from tplab.torch.ranks.rank import Call, Rank, current_rank_or_none
@@ -66,11 +66,10 @@ class ClockedRank(Rank, Seat):
         self._prepares = False
         self._sites: dict[tuple[Any, ...], Site] = {}
         is_modelled = world.cluster is not None and not world.is_timed
-        self._meter = Meter(self, self._computed if is_modelled else None)
         self.fuses_attention = world.fuses_attention
-        self._provenance = Provenance(
-            rank, self.labels, self._meter, self._number_of, world.values.left, world.is_timed
-        )
+        on_cost = self._computed if is_modelled else None
+        self._provenance = Provenance(self, self._number_of, world.values.left, on_cost, world.is_timed)
+        self._meter = self._provenance.meter
 
     def start_watching(self) -> None:
         """Called in the rank's thread before its program."""
@@ -81,8 +80,7 @@ class ClockedRank(Rank, Seat):
     def stop_watching(self) -> None:
         """Called in the rank's thread after its program."""
         self._stops()
-        if self._meter.is_open:
-            self._meter.close()
+        self._meter.close()
 
     def _computed(self, done: Cost) -> None:
         """Advance the modelled clock by one tensor operation."""
