@@ -143,7 +143,7 @@ def test_no_arrow_points_up():
         ("tplab/lines.py", "from tplab.mesh import Mesh"),
         ("tplab/cost/links.py", "from tplab import trace"),
         ("tplab/trace/event.py", "if TYPE_CHECKING:\n    from tplab.schedules import Schedule"),
-        ("tplab/schedules/rules/waves.py", "from ... import jax"),
+        ("tplab/schedules/rules/streams.py", "from ... import jax"),
         ("tplab/torch/ranks/rank.py", "import jax.numpy as jnp"),
         ("tplab/torch/ranks/rank.py", "from ..comm.rings import ring_all_gather"),
         ("tplab/torch/layers/linear.py", "from tplab.torch import run"),

@@ -17,9 +17,9 @@ import numpy as np
 from tplab.checking.gaps import gaps, largest
 from tplab.checking.types import P as PARTIAL
 from tplab.checking.types import R, Type, V
-from tplab.layout import Layout, layouts_for, local_shape_of, take
+from tplab.layout import Layout, layouts_for, take
 from tplab.mesh import Mesh
-from tplab.sharding import dims_cut
+from tplab.sharding import dims_cut, global_shape
 
 COPIES = Layout()
 Kind = Literal["not finite", "equal", "scaled", "multiples", "parts", "pieces", "apart", "shape", "other"]
@@ -176,7 +176,7 @@ def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) ->
     local = x.shape[1:]
     layouts = [
         one for one in layouts_for(whole.shape, [local] * mesh.size, mesh)
-        if not one.parts and all(local_shape_of(whole.shape, one, mesh, rank) == local for rank in mesh.ranks)
+        if not one.parts and global_shape(local, one.spec, mesh) == whole.shape  # not padded
     ]  # fmt: skip
     got, want, found = x.astype(np.float64), whole.astype(np.float64), list[Observed]()
     is_number = x.dtype.kind == "f"

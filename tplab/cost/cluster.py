@@ -30,12 +30,10 @@ from tplab.cost.algorithms import GATHERS, Cost, check_op, over_link
 from tplab.cost.algorithms import check as check_figures
 from tplab.cost.attention import FusedAttention
 from tplab.cost.chip import Chip
-from tplab.cost.fabric import Fabric
-from tplab.cost.figures import check, si
-from tplab.cost.fitted import Fitted
-from tplab.cost.link import NO_LINK, Link
+from tplab.cost.fabric import Fabric, Fitted
+from tplab.cost.link import NO_LINK, Link, check, si
 from tplab.cost.nodes import Levels, Node, algorithms_over_nodes, over_nodes
-from tplab.errors import ClusterError
+from tplab.errors import ClusterError, one_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ class Cluster:
             raise ClusterError(f"{what}: chip is {self.chip!r}; give a tplab.cost.Chip, as H100")
         if not isinstance(self.inner_link, Link):
             raise ClusterError(f"{what}: inner_link is {self.inner_link!r}; give a tplab.cost.Link, as NVLINK_4")
-        if self.wiring not in ("switch", "torus"):
-            raise ClusterError(f"{what}: wiring is {self.wiring!r}; it must be 'switch' or 'torus'")
+        one_of(f"{what}: wiring", self.wiring, ("switch", "torus"), ClusterError)
         if (self.node_size is None) != (self.outer_link is None):
             raise ClusterError(
                 f"{what}: node_size is {self.node_size!r} and outer_link is {self.outer_link!r}; "

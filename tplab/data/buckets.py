@@ -10,6 +10,7 @@ buckets from the last parameter to the first, and a bucket can be sent as soon a
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 BUCKET_BYTES = 25 << 20
@@ -61,7 +62,12 @@ def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None)
     bucket_bytes   the size limit of a bucket. A larger gradient gets its own bucket; None: every gradient does
     Raises ValueError for a negative number of bytes. Li et al. 2020, "PyTorch Distributed", section 3.2.
     """
-    limit = _check_bucket_bytes(bucket_bytes)
+    if bucket_bytes is not None and not (isinstance(bucket_bytes, int | float) and bucket_bytes >= 0):
+        raise ValueError(
+            f"bucket_bytes is {bucket_bytes!r}; it must be the most bytes that a bucket holds, such as 25e6, or None "
+            "for a bucket per parameter"
+        )
+    limit = bucket_bytes or 0
     closed: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -77,21 +83,7 @@ def buckets_of(gradients: Sequence[Gradient], bucket_bytes: float | None = None)
     return tuple(_bucket(gradients, members) for members in sorted(closed, key=lambda members: -members[-1]))
 
 
-def _check_bucket_bytes(bucket_bytes: Any) -> float:
-    """The limit in bytes; 0 for None. Raises ValueError."""
-    if bucket_bytes is None:
-        return 0
-    if not (isinstance(bucket_bytes, int | float) and bucket_bytes >= 0):
-        raise ValueError(
-            f"bucket_bytes is {bucket_bytes!r}; it must be the most bytes that a bucket holds, such as 25e6, or None "
-            "for a bucket per parameter"
-        )
-    return bucket_bytes
-
-
 def _bucket(gradients: Sequence[Gradient], members: Sequence[int]) -> Bucket:
-    pieces, begin = [], 0
-    for index in members:
-        pieces.append(Piece(index, begin, gradients[index].size))
-        begin += gradients[index].size
+    sizes = [gradients[index].size for index in members]
+    pieces = map(Piece, members, accumulate(sizes, initial=0), sizes)
     return Bucket(gradients[members[0]].kind, tuple(pieces))

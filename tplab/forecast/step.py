@@ -30,9 +30,8 @@ import numpy as np
 from tplab.cost import Cluster
 from tplab.forecast.block import Array, Block, Family, Tables
 from tplab.forecast.classes import Measured, class_of
-from tplab.forecast.layers import AXES, Layer
+from tplab.forecast.layers import AXES, Layer, Once, at_end
 from tplab.forecast.model import Model
-from tplab.forecast.once import Once, at_end
 from tplab.forecast.pipelines import TERMS, Shape, makespans, part_hidden
 from tplab.forecast.plan import Plan, few, pairs_passes
 from tplab.forecast.stacks import Stack, find_stack

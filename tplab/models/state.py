@@ -12,7 +12,7 @@ from typing import Any
 
 from tplab.errors import ShapeError, SpecError
 from tplab.mesh import Mesh
-from tplab.sharding import P, held_by
+from tplab.sharding import P, check_dims, held_by
 
 State = Mapping[str, Any]
 Join = Callable[[list[Any], int], Any]
@@ -98,7 +98,7 @@ def _whole(name: str, pieces: list[Any], spec: P, mesh: Mesh, join: Join) -> Any
 def _check_joinable(name: str, pieces: Mapping[int, Any], spec: P, dim: int) -> None:
     """Check that pieces to be joined along a dim agree in dtype, number of dims, and the size of every other dim."""
     (first, piece), *others = pieces.items()
-    _check_dims(name, piece, spec)
+    check_dims(spec, piece.shape, f"{name} of")
     for rank, other in others:
         shapes = [tuple(x.shape) for x in (piece, other)]
         rest = [(len(shape), shape[:dim] + shape[dim + 1 :]) for shape in shapes]
@@ -109,17 +109,9 @@ def _check_joinable(name: str, pieces: Mapping[int, Any], spec: P, dim: int) -> 
             )
 
 
-def _check_dims(name: str, array: Any, spec: P) -> None:
-    if len(spec) > len(array.shape):
-        raise SpecError(
-            f"{spec} has {len(spec)} entries, and {name}, of shape {tuple(array.shape)}, has {len(array.shape)} dims; "
-            "give at most one entry per dim"
-        )
-
-
 def _piece(name: str, values: list[Any], spec: P, mesh: Mesh, rank: int) -> Any:
     (whole,) = values
-    _check_dims(name, whole, spec)
+    check_dims(spec, whole.shape, f"{name} of")
     return whole[(*(slice(held.start, held.stop) for held in held_by(whole.shape, spec, mesh, rank)), ...)]
 
 

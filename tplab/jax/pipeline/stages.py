@@ -21,7 +21,7 @@ from tplab.pipeline.checks import Tied, tied_in
 from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
 from tplab.pipeline.partition import Partition, cut_layers
 from tplab.schedules import Schedule
-from tplab.schedules.execute import require_ranks
+from tplab.schedules.check import require_ranks
 from tplab.schedules.placement import Placement, one_way
 from tplab.sharding import P
 

@@ -20,7 +20,7 @@ from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied, check_data_axis, check_microbatches, mean_already
 from tplab.schedules import Costs, Schedule, check
-from tplab.schedules.execute import require_ranks
+from tplab.schedules.check import require_ranks
 
 
 def train_batch(

@@ -24,9 +24,8 @@ from tplab.models.gpt import GPTConfig, gpt_state
 from tplab.pipeline.checks import split_batch
 from tplab.sharding import P
 from tplab.training.checkpoint import beginning
-from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
+from tplab.training.progress import Clock, PlainLine, Progress, Show, Stop, Trained
 from tplab.training.recipe import Recipe, batch_axes, context_axis, data_axes, with_all_axes
-from tplab.training.stop import Stop
 
 
 def train(
