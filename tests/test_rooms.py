@@ -141,7 +141,7 @@ def test_no_arrow_points_up():
         ("tplab/mesh.py", "from . import torch"),
         ("tplab/mesh.py", "from tplab.sharding import P"),
         ("tplab/lines.py", "from tplab.mesh import Mesh"),
-        ("tplab/cost/links.py", "from tplab import trace"),
+        ("tplab/cost/clock.py", "from tplab import trace"),
         ("tplab/trace/event.py", "if TYPE_CHECKING:\n    from tplab.schedules import Schedule"),
         ("tplab/schedules/rules/streams.py", "from ... import jax"),
         ("tplab/torch/ranks/rank.py", "import jax.numpy as jnp"),

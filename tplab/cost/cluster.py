@@ -241,10 +241,10 @@ class Cluster:
     ) -> Cost:
         """Seconds, hops and bytes of a collective whose ranks have an input of `nbytes` each: tplab.cost.collective."""
         group = self._group(ranks)
+        check_op(op)
+        check_figures(nbytes, len(group))
         levels = self._levels(group, at_once)
         if self.fitted is not None:
-            check_op(op)
-            check_figures(nbytes, len(group))
             if algorithm is not None:
                 raise ClusterError(
                     f"algorithm is {algorithm!r}, but cluster {self.name!r} is a forecast, in which NCCL chooses; "
@@ -253,10 +253,8 @@ class Cluster:
             return self.fitted.cost(op, nbytes, len(group), levels, self._fabric)
         if levels is None:
             return over_link(op, nbytes, len(group), self.inner_link, algorithm or "ring")
-        costs = [
-            over_nodes(op, nbytes, levels, name) for name in ([algorithm] if algorithm else algorithms_over_nodes(op))
-        ]
-        return min(costs, key=lambda cost: cost.seconds)
+        names = [algorithm] if algorithm else algorithms_over_nodes(op)
+        return min((over_nodes(op, nbytes, levels, name) for name in names), key=lambda cost: cost.seconds)
 
     def _group(self, ranks: int | Sequence[int]) -> Sequence[int]:
         if isinstance(ranks, int):
@@ -318,11 +316,8 @@ class Cluster:
             m, n, k, batch = matmul
             return self.chip.matmul_seconds(m, n, k, dtype, batch)
         if attention is not None and kernels is not None and kernels.attention:
-            batch, heads, q_len, k_len, width, causal, backward = attention
             oldest = kernels.attention[0].name
-            computing = self.chip.attention_seconds(
-                batch, heads, q_len, k_len, width, dtype, causal, backward, kernel=oldest
-            )
+            computing = self.chip.attention_seconds(*attention[:5], dtype, *attention[5:], kernel=oldest)
             return max(computing, self.chip.seconds(0, bytes))
         return self.chip.seconds(flops, bytes, dtype)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, log2
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from tplab.cost.algorithms import GATHERS, Cost, over_link
@@ -143,12 +142,6 @@ class Fitted:
     errors: Mapping[str, Error] = field(hash=False)
     source: str
     borrowed: str = ""
-
-    def __post_init__(self):
-        object.__setattr__(self, "errors", MappingProxyType(dict(self.errors)))
-
-    def __reduce__(self):  # a mapping proxy cannot be pickled
-        return Fitted, (self.nccl, dict(self.errors), self.source, self.borrowed)
 
     def cost(self, op: str, nbytes: float, num_ranks: int, levels: Levels | None, fabric: Fabric | None) -> Cost:
         """A collective with an input of `nbytes` per rank: over the nodes in `levels`, connected by `fabric`, or in one

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.cost import Cluster
+from tplab.forecast.activations import held_parameters, stages_on
 from tplab.forecast.messages import over_cards, price, ranks_along, shown
 from tplab.forecast.model import Model
 from tplab.forecast.plan import ITEMSIZE, Plan
 from tplab.forecast.stacks import Stack, constants
-from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.traffic import embedding_traffic, head_traffic, layer_traffic, step_traffic
 
 LOSS_BYTES = 20

@@ -114,7 +114,7 @@ class Plan:
             raise PlanError(f"no schedule is called {self.schedule!r}; there are {', '.join([*ALIASES, *RULES])}")
         for name, choices in CHOICES.items():
             if getattr(self, name) != getattr(Plan, name):  # the default
-                one_of(name, getattr(self, name), choices)
+                one_of(name, getattr(self, name), tuple(choices))
         if not 0 <= self.skew < math.inf:
             raise PlanError(f"skew is {self.skew}; it is 0, where all experts are chosen equally often, or more")
         if self.compiled not in (None, True, False):

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tplab.cost import Cluster
-from tplab.data.buckets import BUCKET_BYTES
+from tplab.data.gradients import BUCKET_BYTES
 from tplab.forecast.plan import Plan
 
 

@@ -7,9 +7,8 @@ from collections import defaultdict
 import numpy as np
 
 from tplab.errors import ScheduleError, one_of
-from tplab.schedules.action import MESSAGES, Action
+from tplab.schedules.action import MESSAGES, Action, write_csv
 from tplab.schedules.schedule import Schedule
-from tplab.schedules.text import write_csv
 
 Transfer = tuple[str, int, int]
 """The contents of a message: ("F" or "B", the stage that sends, the microbatch)."""

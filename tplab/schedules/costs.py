@@ -81,7 +81,7 @@ class Costs:
                     f"the cost {name} is {value!r}; it must be a finite number, 0 or more{more[_DIMS.get(name, 0)]}"
                 )
         one_of("links", self.links, ("free", "queue", "port"), ScheduleError)
-        one_of("unit", self.unit, ("steps", "s"), ScheduleError)
+        one_of("the cost unit", self.unit, ("steps", "s"), ScheduleError)
         if self.bandwidth == 0:
             raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
         if self.stage_costs is not None:

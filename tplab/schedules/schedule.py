@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tplab.errors import ScheduleError
-from tplab.schedules.action import CODE, COMPUTE, KINDS, Action, in_words
+from tplab.schedules.action import CODE, COMPUTE, KINDS, Action, draw, in_words, read_csv, read_picture, read_torch
 from tplab.schedules.placement import Placement, name_of
 from tplab.schedules.relax import Needs, earliest_ticks, find_needs
-from tplab.schedules.text import draw, read_csv, read_picture, read_torch
 from tplab.units import counted
 
 _FEW = 1_000_000

@@ -44,14 +44,14 @@ class Note(NamedTuple):
 
 
 class Journal:
-    """The record of one rank, in seconds of its own clock.
+    """The record of one rank, in seconds of its own clock, which is `behind` that of the trace.
 
     A label's chunk is (origin rank) + (piece) * (number of ranks), so that every process can number its own.
     """
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.start = self.end = 0.0
+        self.start = self.end = self.behind = 0.0
         self.notes: list[Note] = []
 
     def note(
@@ -65,16 +65,6 @@ class Journal:
     ) -> None:
         self.notes.append(Note(kind, start, end, label, key, about))
 
-    def of(self, kind: str) -> list[Note]:
-        return [note for note in self.notes if note.kind == kind]
-
-    def shift(self, seconds: float) -> Journal:
-        """The same journal on a clock that is this many seconds ahead."""
-        other = Journal(self.rank)
-        other.start, other.end = self.start + seconds, self.end + seconds
-        other.notes = [note._replace(start=note.start + seconds, end=note.end + seconds) for note in self.notes]
-        return other
-
 
 def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequence[str] = ()) -> Trace:
     """One measured trace of all ranks, which starts when the first of them does.
@@ -83,40 +73,46 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
     group have arrived until that rank has its result.
     """
     recorder = Recorder(mesh, title, "torch")
-    origin = min(journal.start for journal in journals)
+    origin = min(journal.start + journal.behind for journal in journals)
 
-    def noted(kind: str) -> list[tuple[int, Note]]:
-        return [(journal.rank, note) for journal in journals for note in journal.of(kind)]
+    def noted(kind: str, journals: Sequence[Journal] = journals) -> list[tuple[int, Note]]:
+        """The notes of this kind, each with its rank, in seconds of the trace."""
+        return [
+            (journal.rank, note._replace(start=note.start + ahead, end=note.end + ahead))
+            for journal in journals
+            for ahead in [journal.behind - origin]
+            for note in journal.notes
+            if note.kind == kind
+        ]
 
-    def add(rank: int, kind: str, start: float, end: float, label: Label, about: dict[str, Any]) -> int:
-        if label.chunk >= 0:
-            piece, origin_rank = divmod(label.chunk, mesh.size)
-            about = about | {"chunk": recorder.chunk(origin_rank, piece)}
-        contributors = label.contributors
-        return recorder.add(rank, kind, start=start - origin, end=end - origin, contributors=contributors, **about)
+    def add(rank: int, note: Note, kind: str = "compute", **about: Any) -> int:
+        if note.label.chunk >= 0 and kind != "collective":
+            piece, origin_rank = divmod(note.label.chunk, mesh.size)
+            about["chunk"] = recorder.chunk(origin_rank, piece)
+        about = {"start": note.start, "end": note.end, "contributors": note.label.contributors} | note.about | about
+        return recorder.add(rank, kind, **about)
 
     for journal in journals:
         for kind in ("compute", "wait"):
-            for note in journal.of(kind):
-                add(journal.rank, kind, note.start, note.end, note.label, note.about)
+            for rank, note in noted(kind, [journal]):
+                add(rank, note, kind)
     taken = {(note.about["peer"], rank, note.key): note for rank, note in noted("taken")}
     for source, note in sorted(noted("message"), key=lambda pair: (pair[1].start, pair[0])):
         target = note.about["peer"]
         took = taken.get((source, target, note.key))
-        arrival = journals[target].end if took is None else took.end
-        about = note.about | {"group": note.key[0]}
-        message = add(source, "message", note.start, max(note.start, arrival), note.label, about)
+        arrival = journals[target].end + journals[target].behind - origin if took is None else took.end
+        message = add(source, note, "message", end=max(note.start, arrival), group=note.key[0])
         places = [(one.about["where"], one.about["phase"]) for one in (note, took) if one is not None]
         if len({*places}) > 1:
             recorder.taken(message, *places[1])
     for rank, note in noted("added"):  # after the messages, which number the chunks
-        add(rank, "compute", note.start, note.end, note.label, note.about)
+        add(rank, note)
     meetings: dict[tuple[Group, int], list[tuple[int, Note]]] = {}
     for rank, note in noted("collective"):
         meetings.setdefault(note.key, []).append((rank, note))
-    for meeting in sorted(meetings.values(), key=lambda meeting: max(note.start for _, note in meeting)):
-        start, message = max(note.start for _, note in meeting), recorder.next_message()
+    begins = ((max(note.start for _, note in meeting), meeting) for meeting in meetings.values())
+    for start, meeting in sorted(begins, key=lambda entry: entry[0]):
+        about = {"start": start, "message": recorder.next_message(), "group": meeting[0][1].key[0]}
         for rank, note in meeting:
-            about = note.about | {"group": note.key[0], "message": message, "part": note.label.part}
-            add(rank, "collective", start, max(start, note.end), note.label._replace(chunk=-1), about)
+            add(rank, note, "collective", end=max(start, note.end), part=note.label.part, **about)
     return recorder.trace(clock="measured", unit="s", warnings=warnings)

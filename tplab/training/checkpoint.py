@@ -56,12 +56,6 @@ class Part:
         held = range(int(np.prod(size))) if held is None else held
         return cls(shape, start, size, held.start, held.stop)
 
-    @classmethod
-    def from_json(cls, about: Mapping[str, Any]):
-        """The part that `asdict` wrote to a file."""
-        shape, start, size = (tuple(about[name]) for name in ("shape", "start", "size"))
-        return cls(shape, start, size, about["begin"], about["end"])
-
 
 class Owned(NamedTuple):
     """An array that a rank has to write."""
@@ -236,7 +230,7 @@ def _by_file(
                 f"the checkpoint of step {int(path.name[5:])} in {path.parent} has no array {name!r}"
             )
         for part in arrays[name]:
-            files.setdefault(part["file"], []).append((name, Part.from_json(part["part"])))
+            files.setdefault(part["file"], []).append((name, Part(**part["part"])))
     return files
 
 

@@ -101,14 +101,14 @@ class Stop:
     def __init__(self) -> None:
         self._begun = -1
         self._last: int | None = None  # the last step to run; decided when a rank next asks
-        self._is_asked = False
+        self.is_asked = False
         self._lock = threading.Lock()
         self._before: Any = None
 
     def may_begin(self, step: int) -> bool:
         """Whether a rank may begin this step; called once per step and rank."""
         with self._lock:
-            if self._is_asked and self._last is None:
+            if self.is_asked and self._last is None:
                 self._last = self._begun
             if self._last is not None and step > self._last:
                 return False
@@ -120,11 +120,7 @@ class Stop:
 
         A signal handler calls this in the middle of anything, even of `may_begin`, so it must not wait for a lock.
         """
-        self._is_asked = True
-
-    @property
-    def is_asked(self) -> bool:
-        return self._is_asked
+        self.is_asked = True
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         if self.is_asked:

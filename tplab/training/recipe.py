@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
-from tplab.data.buckets import BUCKET_BYTES
+from tplab.data.gradients import BUCKET_BYTES
 from tplab.data.zero import STAGES
 from tplab.errors import one_of
 from tplab.mesh import Mesh
