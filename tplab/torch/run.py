@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import warn
 
 import numpy as np
@@ -21,7 +21,7 @@ from tplab.mesh import Mesh
 from tplab.torch.ranks import results
 from tplab.torch.ranks.arguments import Job
 from tplab.torch.ranks.launch import run_on_simulated_ranks
-from tplab.torch.ranks.process_state import RUN_ID
+from tplab.torch.ranks.process_state import RUN_ID, More
 from tplab.torch.ranks.rank import current_rank_or_none
 from tplab.torch.ranks.watcher import Watched
 from tplab.torch.watching.follower import Follower
@@ -29,9 +29,6 @@ from tplab.torch.watching.memory import KindsOfMemory, memory_of
 from tplab.torch.watching.typed import types_in
 from tplab.trace.memory import Memory
 from tplab.trace.trace import Trace, with_types
-
-if TYPE_CHECKING:
-    from tplab.torch.distributed.process import Processes
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """The environment variables that torchrun sets in the processes that it starts."""
@@ -107,7 +104,7 @@ def run(
     seed: int = 0,
     keep_values: int = 1000,
     device: str | torch.device | None = None,
-    distributed: bool | Processes = False,
+    distributed: bool | More = False,
     count_memory: bool = False,
     types: bool = False,
 ) -> Result:
@@ -217,7 +214,7 @@ def launched_by_torchrun() -> bool:
     return os.environ.keys() >= _TORCHRUNS and not is_simulated
 
 
-def _processes(mesh: Mesh, seed: int) -> Processes:
+def _processes(mesh: Mesh, seed: int) -> More:
     from tplab.torch.distributed.process import Processes  # torch.distributed takes time to import
 
     return Processes(mesh, seed)

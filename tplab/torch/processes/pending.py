@@ -165,7 +165,7 @@ class Alone(ProcessPending):
 
     def note(self, result: Tensor, arrival: float) -> None:
         if self.call.peers is not None:
-            self.rank.received(result, self._label)
+            self.rank.provenance.received(result, self._label)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -192,8 +192,8 @@ class Message(ProcessPending):
         rank = self.rank
         step = rank.way_is_free(target)
         rank.take_way(target, step)
-        label, values = rank.content(x)
-        self.noted("message", self.begun, label, bytes=x.nbytes, step=step, values=values, peer=target)
+        label, about = rank.provenance.of(x), {"values": rank.values.of(x), "peer": target}
+        self.noted("message", self.begun, label, bytes=x.nbytes, step=step, **about)
         return Header(self.side, step, label)
 
     def arrive(self) -> Tensor:
@@ -222,7 +222,7 @@ class Message(ProcessPending):
         rank = self.rank
         self.noted("taken", arrival, self.header.label, peer=self.source)
         rank.hops = max(rank.hops, self.header.hops + 1)
-        rank.received(result, self.header.label)
+        rank.provenance.received(result, self.header.label)
 
     @property
     def sent_with(self) -> tuple[Any, ...]:
@@ -276,7 +276,7 @@ class Together(ProcessPending):
         ]
         label = of_all(self.call.op, given, self.call.root)[index]
         if not is_all:
-            self.rank.received(result, label)
+            self.rank.provenance.received(result, label)
         return label
 
     @property

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from tplab.errors import TplabError
@@ -44,7 +43,7 @@ class RecordedRank(Rank):
         self._seen_at = 0.0
         self._doing: Doing | None = None
         self.values = Values(record)
-        self._provenance = Provenance(self, lambda x, piece: rank + piece * mesh.size, record * mesh.size)
+        self.provenance = Provenance(self, lambda x, piece: rank + piece * mesh.size, record * mesh.size)
 
     # --- the program's own work ----------------------------------------------------------------------------------
 
@@ -55,7 +54,7 @@ class RecordedRank(Rank):
     def stop_watching(self) -> None:
         """Called after the program."""
         self.journal.end = self.catch_up()
-        self._provenance.meter.close()
+        self.provenance.meter.close()
 
     def catch_up(self, held: int = -1) -> float:
         """Record what this rank has computed since the last record, and what it holds now. Returns the time."""
@@ -89,23 +88,15 @@ class RecordedRank(Rank):
 
     # --- contents kept for the trace, as on simulated ranks --------------------------------------------------------
 
-    def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
-        """The label of a tensor that is sent, and its values if they are kept."""
-        return self._provenance.of(x), self.values.of(x)
-
     def put_in(self, x: Tensor) -> Label:
         """The label of a tensor that is put into a collective."""
-        return self._provenance.put_in(x) or Label(-1, (self.rank,))
+        return self.provenance.put_in(x) or Label(-1, (self.rank,))
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         if self._doing is None:
-            now, values = time.perf_counter(), self._provenance.values.of(x)
+            now, values = time.perf_counter(), self.provenance.values.of(x)
             about = {"op": op, "shape": tuple(x.shape), "dtype": dtype_name(x.dtype), "values": values}
             self.journal.note("added", now, now, label, **about)
-
-    def received(self, x: Tensor, label: Label | None) -> None:
-        """Follow the data of a received tensor through this rank's operations."""
-        self._provenance.received(x, label)
 
 
 class _LinesOfNotebook(Lines):

@@ -68,8 +68,8 @@ class ClockedRank(Rank, Seat):
         is_modelled = world.cluster is not None and not world.is_timed
         self.fuses_attention = world.fuses_attention
         on_cost = self._computed if is_modelled else None
-        self._provenance = Provenance(self, self._number_of, world.values.left, on_cost, world.is_timed)
-        self._meter = self._provenance.meter
+        self.provenance = Provenance(self, self._number_of, world.values.left, on_cost, world.is_timed)
+        self._meter = self.provenance.meter
 
     def start_watching(self) -> None:
         """Called in the rank's thread before its program."""
@@ -100,7 +100,7 @@ class ClockedRank(Rank, Seat):
     def _note(self, op: str, moment: int, x: Tensor, label: Label | None, **cost: int) -> None:
         """Record what has made x, and what x contains if it holds received data."""
         if label is not None and label.chunk >= 0:
-            values = self._provenance.values.of(x)
+            values = self.provenance.values.of(x)
             contents = {"chunk": label.chunk, "contributors": label.contributors, "values": values}
         else:
             contents = {}
@@ -292,7 +292,7 @@ class ClockedRank(Rank, Seat):
         other.labels = self.labels
         other._follow(self.moment())
         other.began_at = self._line(self.world.lines.frame())
-        other._provenance.stop()
+        other.provenance.stop()
         return other
 
     def await_threads(self) -> None:

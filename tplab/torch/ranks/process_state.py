@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any, Protocol, TextIO
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from tplab.mesh import Mesh
 
 Own = tuple[list[Tensor], torch.dtype, TextIO, Any]
 """What a rank keeps while it does not have the turn, and the kernel while ranks have it: the states of torch's default
@@ -44,34 +42,9 @@ RUN_ID = "tplab, simulated"
 """TORCHELASTIC_RUN_ID in the environment of simulated ranks, which other threads see while a rank has its turn."""
 
 
-class More(Protocol):
-    """The further state of each rank in a distributed program: what it would find in a process of its own."""
-
-    @property
-    def ranks(self) -> Sequence[Any]:
-        """What each rank begins with."""
-        ...
-
-    def take(self) -> Any: ...
-
-    def put(self, process: Any) -> None: ...
-
-    def inside(self, member: Any) -> AbstractContextManager[None]:
-        """A context around the program of one rank, in its thread."""
-        ...
-
-    @property
-    def prints_live(self) -> bool:
-        """Whether what ranks print appears at once, not rank by rank at the end."""
-        ...
-
-    def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The mesh that the program has made, and each group's label on it."""
-        ...
-
-    def advice(self, error: BaseException) -> str | None:
-        """Advice for a program in which a rank has raised `error`."""
-        ...
+More = Any
+"""The further state of each rank in a distributed program, which it would find in a process of its own:
+`distributed.process.Processes`."""
 
 
 class ProcessState:

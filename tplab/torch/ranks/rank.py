@@ -187,7 +187,7 @@ class Rank(ABC):
 
     seed: int = 0  # of the run: every rank can draw the same numbers from it
     lines: Lines
-    _provenance: Any  # what it knows about whose data its tensors hold
+    provenance: Any  # what it knows about whose data its tensors hold
     fuses_attention = False  # whether one kernel computes attention, as on a GPU
 
     def __init__(self, rank: int, mesh: Mesh):
@@ -287,7 +287,7 @@ class Rank(ABC):
 
     def starts_with(self, x: Tensor) -> None:
         """Treat `x`, which has not been sent yet, as a new chunk, whatever it was computed from."""
-        self._provenance.starts_with(x)
+        self.provenance.starts_with(x)
 
 
 _thread = threading.local()

@@ -61,7 +61,7 @@ class SimulatedRank(ClockedRank):
         meeting = self._arrive(site)
         if call.peers is None:
             self.world.chronicle.overlaps = True
-            label = None if site.group.is_all else self._provenance.put_in(x)
+            label = None if site.group.is_all else self.provenance.put_in(x)
             self._put_in(site, kept(x), label, meeting)
         elif site.target is not None:
             self._send(site, x, meeting)
@@ -74,7 +74,7 @@ class SimulatedRank(ClockedRank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
-            label = None if site.group.is_all else self._provenance.put_in(x)
+            label = None if site.group.is_all else self.provenance.put_in(x)
             self._put_in(site, x if x.is_contiguous() else x.contiguous(), label, meeting)
             result = self._outcome(site, meeting, is_lent)
         else:
@@ -128,7 +128,7 @@ class SimulatedRank(ClockedRank):
             meeting.messages[target] = payload, None, self.labels.get(x) or UNKNOWN, -1, site
             return None
         entry = self.log.add(self.lane, SEND, site.log_form)
-        label, values = self._provenance.of(x), world.values.of(payload) if site.is_small else None
+        label, values = self.provenance.of(x), world.values.of(payload) if site.is_small else None
         number = world.chronicle.recorder.next_message()
         world.chronicle.recorder.note(
             site.form, entry, entry, num_bytes, number, 0, label.chunk, label.contributors, values
@@ -190,7 +190,7 @@ class SimulatedRank(ClockedRank):
         self._wait_on_clock(site, meeting.entries.get(site.index))
         result: Tensor = meeting.outputs.pop(site.index)  # type: ignore
         if not site.group.is_all and site.group.size > 1:
-            self._provenance.received(result, meeting.labels[site.index])
+            self.provenance.received(result, meeting.labels[site.index])
         return result if is_lent else settled(result)
 
     def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ class SimulatedRank(ClockedRank):
         result, entry, label, number, sent = message
         if site.where != sent.where or site.phase != sent.phase:
             self.world.chronicle.recorder.taken(number, site.where, site.phase)
-        if label is not UNKNOWN or not self._provenance.has_lost_track:
-            self._provenance.received(result, label)
+        if label is not UNKNOWN or not self.provenance.has_lost_track:
+            self.provenance.received(result, label)
         self._wait_on_clock(site, entry)
         return result
 
