@@ -78,6 +78,35 @@ CASES = {
         "out = Sum.apply(F.silu(F.linear(hidden[:, rows], head.weight[:, rows])))",
         "sums only what is computed from it",
     ),
+    "a sum that what follows takes twice": Case(
+        """\
+    columns, rows = (slice(rank * n // world, (rank + 1) * n // world) for n in (6, 8))
+    LINE
+    scaled = Copy.apply(hidden) / Copy.apply(hidden).sum(1, keepdim=True)
+    F.cross_entropy(Sum.apply(F.linear(scaled[:, rows], head.weight[:, rows])), y).backward()
+    reduced(mean=False)
+    optimizer.step()
+""",
+        "hidden = Sum.apply(F.linear(x.abs()[:, columns], net.weight.abs()[:, columns]))",
+        "hidden = F.linear(x.abs()[:, columns], net.weight.abs()[:, columns])",
+        "sums only what is computed from it",
+        head=HEAD.replace("6, 8)", "6, 8, bias=False)")
+        .replace("8, 8)", "8, 8, bias=False)", 1)
+        .replace(
+            "torch.manual_seed",
+            """\
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return over_ranks(grad)
+
+torch.manual_seed""",
+        ),
+    ),
     "a loss of each part of a sum": Case(
         """\
     chosen = head(net(x)).log_softmax(1).gather(1, y[:, None]).view(4, 2)

@@ -49,6 +49,30 @@ def test_a_stages_layers_may_be_numbered_anew():
     }  # fmt: skip
 
 
+def test_a_stages_name_may_be_that_of_another_parameter_of_another_shape():
+    weights = {"0.w": W1, "2.w": W2, "4.w": STREAM[:12].reshape(4, 3) ** 2}
+    places = find_places([seen(**{"0_w": W2, "2_w": weights["4.w"]})], weights)
+    assert {name: (place.name, place.fits) for (_, name), place in places.items()} == {
+        "0.w": ("2.w", True), "2.w": ("4.w", True),
+    }  # fmt: skip
+
+
+def test_an_optimizers_own_parameter_has_a_place_if_it_is_whole():
+    weights = {"w": W1, "parameter 1": np.zeros(1), "parameter 2": np.zeros(8)}
+    (mine,) = ours = [seen(w=W1, **{"parameter 1": np.zeros(1), "parameter 2": np.zeros(4)})]
+    assert [name for _, name in find_places(ours, weights)] == ["w", "parameter 1"]
+    assert "parameter 2" in mine.weights  # each rank's own flat part
+
+
+def test_equal_values_are_no_place_of_a_part_whose_offset_is_known():
+    whole = np.concatenate([np.zeros((1, 4)), W1[1:]])
+    part = whole[4:] * np.array([[0], [1], [1], [1]])
+    for piece in (Piece(part, (8, 4), (4, 0)), Piece(part)):
+        place = find_places([Seen(weights={"w": piece})], {"w": whole})[0, "w"]
+        assert not place.fits and place.elements is None
+    assert place.index[1] == ((0, 4),)
+
+
 def test_a_part_of_a_trail_that_has_another_number_of_dims_is_no_piece():
     assert list(_uneven(np.zeros((8, 4)), [(3, 4), (5,)])) == []
     (parts,) = _uneven(np.zeros((8, 4)), [(3, 4), (5, 4)])

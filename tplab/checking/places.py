@@ -100,7 +100,8 @@ def _of_rank(
             names += [other for other, x in whole.items() if other != name and x.shape == whole.get(name, x).shape]
             names += [other for other, x in whole.items() if other not in names and x.shape == piece.values.shape]
             fitting = list(islice((place for other in names for place in _fitting(piece, other, whole)), 1))
-            fitting = fitting or list(islice(values.find(piece.values, names), 1))
+            if not fitting and piece.start is None:
+                fitting = list(islice(values.find(piece.values, names), 1))
             if fitting and (twins := values.twins(fitting[0].name)):
                 best = max(
                     twins, key=lambda other: (_siblings(name, other, seen.weights, whole), other == fitting[0].name)
@@ -161,6 +162,7 @@ class _Values:
             if (
                 self._numbers(other, some) is not None
                 and (found := self._numbers(other, piece.reshape(-1))) is not None
+                and np.unique(found).size == found.size
             ):
                 index = (("elements", found.tobytes()),)
                 yield Place(other, index, True, found, piece.shape)

@@ -131,7 +131,7 @@ def proven(
                 mended += [one.repair, *one.also]
                 findings = [  # what is logged may follow from the mended fault
                     other for other in found.findings
-                    if not one.is_partial and not found.is_logged(other)
+                    if not one.is_partial and not (found.is_logged(other) and other.step >= first.step)
                     and not any(other.what == known.what and _overlap(other, known) for known in done)
                 ]  # fmt: skip
                 break
@@ -163,14 +163,14 @@ def proven(
 
 def is_mended(fault: Finding, found: SameModel, before: SameModel) -> bool:
     """Return whether a fault is gone from a new report, and no earlier quantity, nor one beside it that was right, is
-    wrong now. Samples that a run is given are always right, so the whole step must then be."""
+    wrong now. Samples that a run is given are always right, so the whole step must then be; with weights, its loss."""
     place, is_logged = _place(fault), before.is_logged(fault)
     for other in (other for other in found.findings if is_logged or not found.is_logged(other)):
         is_new = not any(_overlap(one, other) for one in before.findings if _place(one) == place)
         is_new = is_new and not {other.name, *other.others} <= before.suspects
         if _place(other) < place or (_place(other) == place and (is_new or _overlap(fault, other))):
             return False
-        if fault.what == "samples" and other.step == fault.step:
+        if other.step == fault.step and (fault.what == "samples" or (fault.what, other.what) == ("weights", "loss")):
             return False
     is_right = any(row.ok and row.step == fault.step and row.what in (fault.what, "gradient") for row in found.rows)
     return found.verdict in ("same", "different", "logs differ") or is_right

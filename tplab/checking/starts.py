@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
-from tplab.checking.gaps import farthest, largest, shown
+from tplab.checking.gaps import farthest, gaps, largest, shown
 from tplab.checking.observed import factor_between
 from tplab.checking.places import Place
 from tplab.checking.repairs import Hypothesis, Repair
@@ -54,13 +54,14 @@ def weights(facts: Facts, may_ask: bool) -> Found:
             want = f"the same on ranks that hold copies, and rank {other} has {want}"
         every = (tuple(range(facts.num_ranks)),)
         repairs = [*facts.of_one_seed, Repair("weights", "rank 0's weights on every rank", groups=every)]
+        if not place.fits:
+            cause = (
+                "ranks that hold copies begin with different values, and none with the reference's: the values come "
+                "from what a rank alone has, such as its samples, its part of a tensor or its own seed. Compute them "
+                "from the whole, and send them from one rank"
+            )
+            repairs = [Repair("weights", "the reference's weights", values=facts.dealt(facts.reference.weights))]
         hypotheses = [Hypothesis(one, cause, where) for one in repairs]
-        own = (
-            "copies begin with values that no rank has right, each another one: they come from what a rank alone has, "
-            "such as its samples or its part of a tensor. Compute them from the whole, on one rank or on all"
-        )
-        theirs = Repair("weights", "the reference's weights", values=facts.dealt(facts.reference.weights))
-        hypotheses += [Hypothesis(theirs, own, where)] * (not place.fits)
         yield facts.fault(
             "weights", "not the same on ranks that hold copies", where, names=wrong, ranks=ranks, lines=[forward],
             values=(got, want), hypotheses=hypotheses,
@@ -83,6 +84,19 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         repair = Repair("weights", "the reference's weights", values=facts.dealt(facts.reference.weights))
         yield facts.fault("weights", words, where, names=sizes, factor=factor, values=(got, want),
                           hypotheses=[Hypothesis(repair, cause, where)])  # fmt: skip
+    elif few := [*_overwritten(facts)]:
+        names, ranks, own, parts, wanted, counts = zip(*few)
+        words = f"{counts[0]} of {parts[0].size} elements are not the reference's, and all others are"
+        cause = (
+            "some elements begin otherwise, and all others as in the reference: they are written after the weights are "
+            "drawn, at indices that count from the beginning of a rank's part, or on some ranks only"
+        )
+        of = f"the reference's {named([*dict.fromkeys(names)])} on {ranks_text(sorted({*ranks}))}"
+        repair = Repair("weights", of, values=dict(zip(zip(ranks, own), wanted)))
+        yield facts.fault(
+            "weights", words, where, names=dict.fromkeys(names), ranks={*ranks}, lines=[forward],
+            values=shown(parts[0], wanted[0], ranks[0]), hypotheses=[Hypothesis(repair, cause, where)],
+        )  # fmt: skip
     elif len(whole) == len(facts.reference.weights) and (loaded := facts.line_of_script("weights")):
         words = "not the reference's, although both load weights: the ranks load nothing, or something else"
         yield facts.fault("weights", words, loaded, names=whole)
@@ -101,6 +115,17 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         unknown = f"; not compared, as they were found on no rank: {named(lost)}" if lost else ""
         words = f"{count} of {len(facts.reference.weights)} parameters begin as the reference's{unknown}"
         yield facts.row("weights", True, words, count=count)
+
+
+def _overwritten(facts: Facts) -> Iterator[tuple[str, int, str, np.ndarray, np.ndarray, int]]:
+    """Yield the parts of parameters that begin as the reference's but for a few elements: the reference's name, the
+    rank, its own name, the part, the expected one, and how many elements differ."""
+    for name, rank, mine, want, place in facts.cut(facts.reference.weights):
+        got = facts.ours[rank].weights[mine].values
+        if not place.fits and got.shape == want.shape:
+            count = int((gaps(got, want) > 1e-5 * largest(want)).sum())
+            if 0 < 2 * count < got.size:
+                yield name, rank, mine, got, want, count
 
 
 def _ratio(has: np.ndarray, want: np.ndarray) -> float | None:

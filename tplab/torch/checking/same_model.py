@@ -154,7 +154,8 @@ class _Doctor:
             report, step = judged.report(), judged.facts.number
             if judged.facts.wants_trails:  # of the first rank, beside the same rank of the run that goes on
                 whole = self.theirs.watched(traced=steps + step).trails[0]
-                report = diagnosed(ours, other, trails=Trails([again(traced=step).trails[0]], whole, step, True)).report()
+                trails = Trails([again(traced=step).trails[0]], whole, step, sets_up=True)
+                report = diagnosed(ours, other, trails=trails).report()
             return _proven(report, lambda fix: diagnosed(again(repairs=fix).seen, other).report(), can_trace=False)
         except NotRun as error:
             return error.report(about)
