@@ -96,7 +96,10 @@ def _is_own(facts: Facts, wrong: Differs) -> bool:
 
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|nan|inf)(?![\w]|\.\d)")
-_MEASURES = re.compile(r"loss|nll|ppl|perplexity|norm|acc|entropy|mse|err|bpb|bits|score|metric|eval", re.IGNORECASE)
+_MEASURES = re.compile(
+    r"loss|nll|ppl|perplexity|norm|acc|entropy|mse|err|bpb|bits|score|metric|eval|\bf1\b|\bauc|iou|bleu|rouge|recall",
+    re.IGNORECASE,
+)
 _VALIDATES = re.compile(r"\b(val|valid|validation|test)\b", re.IGNORECASE)
 _EVALUATES = re.compile(r"val|eval|test", re.IGNORECASE)
 _TIMES = re.compile(r"time|sec|\bms\b|/s|tok|took|elapsed|duration|mfu|flops|mem|gb|mib", re.IGNORECASE)
