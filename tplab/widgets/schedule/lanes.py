@@ -16,10 +16,10 @@ from tplab.schedules import Schedule, Simulation
 from tplab.schedules.action import CODE, Action, in_words
 from tplab.units import counted, plain, time_text
 from tplab.widgets.paper.action import look_of, texts_of
-from tplab.widgets.paper.lanes import draw_lane, draw_path
+from tplab.widgets.paper.lanes import draw_lane, draw_path, lanes
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, WORK, hue, mix
-from tplab.widgets.paper.scene import Scene, Time, packed
+from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.schedule.facts import paper_name
 
 TOP, TITLE, AXIS, GAP, RIGHT = 4, 22, 22, 5, 62
@@ -46,8 +46,7 @@ def draw(
     names = [paper_name(run.schedule.name, f"schedule {place + 1}") for place, run in enumerate(runs)]
     said = [f"{name} on {counted(run.schedule.num_ranks, 'rank')}, {time_text(run.makespan, unit)} long"
             for name, run in zip(names, runs)]  # fmt: skip
-    end = max([run.makespan for run in runs] + [1e-12])
-    sheet = Scene(width, height, "; ".join(said), Time(0, end, 34 if ranks > 12 else 58, RIGHT, unit))
+    sheet = lanes(width, height, "; ".join(said), 0, max(run.makespan for run in runs), RIGHT, ranks, unit)
     most, y = max([*map(peak, runs), limit or 0.0]) or 1.0, TOP
     first = 0, 2 * sum(run.schedule.num_ranks for run in runs)  # keys of lanes, and of actions after all lanes
     for place, run in enumerate(runs):
@@ -88,11 +87,10 @@ def _draw_run(
     """The lanes of one run from `top` on. heights: of bars, of the memory below them, and of the gap after that."""
     schedule, makespan, (size, strip, gap) = run.schedule, run.makespan, heights
     pitch, start, ranks = sum(heights), float(run.start.min(initial=0.0)), schedule.num_ranks
-    every, strips = 4 if ranks > 12 else 1, math.ceil(11 / pitch)
+    strips = math.ceil(11 / pitch)
     for rank in range(ranks):
         y = top + rank * pitch
-        name = "" if rank % every else f"{rank}" if ranks > 12 else f"{lane} {rank}"
-        draw_lane(sheet, name, y, size, makespan, size)
+        draw_lane(sheet, rank, rank, y, pitch, size, makespan, size, lane)
         times, held = run.activations(rank)
         held_most = f"up to {plain(float(run.peak_activations[rank]))}" if rank % strips == 0 else ""
         at = sheet.width - RIGHT + 6, y + size + 1.5 + strip / 2

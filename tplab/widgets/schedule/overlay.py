@@ -1,6 +1,6 @@
 """A trace of an executed pipeline schedule over its prediction: when each action ran, and when it was predicted.
 
-`now(over, step)` is the state at one moment; `lanes(over, width)` draws all of it, as a scene over time.
+`now(over, step)` is the state at one moment; `drawn(over, width)` draws all of it, as a scene over time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tplab.trace.trace import Trace
 from tplab.units import counted, plain, time_text
 from tplab.widgets.paper.action import draw_action
 from tplab.widgets.paper.frame import MARGIN, rests
-from tplab.widgets.paper.lanes import TOP, draw_lane
+from tplab.widgets.paper.lanes import TOP, draw_lane, lanes
 from tplab.widgets.paper.legend import IDLE, OTHER_WORK, Key, actions
 from tplab.widgets.paper.palette import HATCH, KINDS, PAPER, WORK, mix
-from tplab.widgets.paper.scene import Scene, Time, packed
+from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.shown import a
 from tplab.widgets.paper.still import run_picture
 from tplab.widgets.paper.wire import pack
@@ -246,7 +246,7 @@ def _few(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
 
 
-def lanes(over: Overlay, width: float) -> Scene:
+def drawn(over: Overlay, width: float) -> Scene:
     """One lane for each rank: its actions as executed, with its other work, and as predicted below."""
     schedule, last, makespan = over.predicted.schedule, float(over.times[-1]), over.comparison.makespan
     heights = (22, 13, 9), (13, 7, 5), (6, 3, 2)  # of executed and of predicted bars, and of the gap after them
@@ -254,12 +254,8 @@ def lanes(over: Overlay, width: float) -> Scene:
     pitch = work + due + gap
     bottom, unit, ranks = TOP + schedule.num_ranks * pitch, over.trace.unit, over.comparison.ranks
     label = f"timeline of {title(over)} on {counted(schedule.num_ranks, 'rank')}: {about(over)}"
-    time = Time(0, max(last, 1e-12), 34 if schedule.num_ranks > 16 else 58, 8, unit)
-    sheet, slots, near = (
-        Scene(width, bottom + 20, label, time),
-        max(1, int(schedule.slot.max(initial=0))),
-        over.tolerance,
-    )
+    sheet = lanes(width, bottom + 20, label, 0, last, 8, schedule.num_ranks, unit)
+    slots, near = max(1, int(schedule.slot.max(initial=0))), over.tolerance
 
     def span(start: float, end: float) -> str:
         return f"{time_text(start, unit, last)} to {time_text(end, unit, last)}, {time_text(end - start, unit)}"
@@ -269,11 +265,9 @@ def lanes(over: Overlay, width: float) -> Scene:
         return f"{verb} on time" if abs(by) <= near else f"{verb} {how}"
 
     for row, rank in enumerate(ranks):
-        y, is_named = TOP + row * pitch, pitch >= 12 or row % 8 == 0
-        name = (f"{rank}" if schedule.num_ranks > 16 else f"rank {rank}") if is_named else ""
-        draw_lane(sheet, name, y, work + due, last)
-        with sheet.in_time():
-            sheet.hatch(0, y, makespan, work, HATCH)  # there are no waits after the end of the batch
+        draw_lane(sheet, row, rank, TOP + row * pitch, pitch, work + due, last, 0)
+        with sheet.in_time():  # there are no waits after the end of the batch
+            sheet.hatch(0, TOP + row * pitch, makespan, work, HATCH)
     for lane, op, start, end in zip(*(over.others[name].tolist() for name in ("rank", "op", "start", "end"))):
         says = f"rank {ranks[lane]}: {name_of(over.ops[op])}, no action of the schedule"
         with sheet.in_time(), sheet.about([("", says), (over.word, span(start, end))]):
@@ -302,12 +296,12 @@ def picture(over: Overlay, position: float = 0) -> bytes:
     moment, warning = now(over, position), words.warning(over.trace)
     heading = title(over), about(over), words.clock(over.trace), warning
     said = say(over, moment) if position else ("", "", "")
-    return run_picture(lanes(over, WIDTH - 2 * MARGIN), *heading, legend(over), facts(over), said, moment.time)
+    return run_picture(drawn(over, WIDTH - 2 * MARGIN), *heading, legend(over), facts(over), said, moment.time)
 
 
 def sent(of: Overlay) -> bytes:
     """For `timeline` over a prediction: when everything ran, and when it was predicted."""
-    header, drawn = packed([lanes(of, WIDTH)], legend(of))
+    header, columns = packed([drawn(of, WIDTH)], legend(of))
     stops = np.unique([of.actions[name] for name in ("start", "end", "due_start", "due_end")])
     header |= {
         "title": title(of),
@@ -320,7 +314,7 @@ def sent(of: Overlay) -> bytes:
     }
     if of.trace.warnings:
         header["warning"] = words.warning(of.trace)
-    return pack(header, {**drawn, "stops": stops})
+    return pack(header, {**columns, "stops": stops})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ import numpy as np
 from tplab.trace.critical_path import critical_rows
 from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.action import draw_action
-from tplab.widgets.paper.lanes import TOP, Bar, draw_lane, draw_path
+from tplab.widgets.paper.lanes import TOP, Bar, draw_lane, draw_path, lanes
 from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import DIM, INK, mix
-from tplab.widgets.paper.scene import Rows, Scene, Time
+from tplab.widgets.paper.scene import Rows, Scene
 from tplab.widgets.score import pipeline, words
 from tplab.widgets.score.score import COLLECTIVE, COMPUTE, SEND, WAIT, Score
 
@@ -38,28 +38,25 @@ def draw(score: Score, width: float = WIDTH, by_kind: bool = False, measured: Du
     measured   durations to draw below the lanes
     """
     measured, ranks = measured or Durations(), score.trace.mesh.size
-    lanes = _Lanes(score, by_kind)
+    of = _Lanes(score, by_kind)
     begin, last = float(score.times[0]), max(float(score.times[-1]), float(score.times[0]) + 1e-12)
     end, has_busy = max(last, begin + measured.longest), by_kind and score.computes
     beside = "".join(f", {name} {text} measured by {measured.by}" for name, _, text in measured.rows)
     took = time_text(last - begin, score.trace.unit)
     label = f"timeline of {ranks} rank{'s' * (ranks > 1)}, {took} long{beside}"
-    bottom = TOP + lanes.lane * ranks + MEASURED * len(measured.rows)
-    time = Time(begin, end, 34 if ranks > 16 else 58, 50 if has_busy else 8, score.trace.unit)
-    sheet, busy = Scene(width, bottom + 20, label, time), words.busy(score)
-    for rank in range(ranks):
-        y, is_named = TOP + rank * lanes.lane, rank % (8 if lanes.lane < 12 else 1) == 0
-        name = (f"{rank}" if ranks > 16 else f"rank {rank}") if is_named else ""
-        draw_lane(sheet, name, y, lanes.lane - lanes.gap, last, lanes.work, lanes.lane - 4)
-        if has_busy and is_named:
-            share = f"{plain(round(100 * float(busy[rank])))}%"
-            sheet.text(width, y + (lanes.lane - 4) / 2, share, size=10.5, fill=DIM, anchor="rm")
-    lanes.draw(sheet)
+    bottom = TOP + of.lane * ranks + MEASURED * len(measured.rows)
+    sheet = lanes(width, bottom + 20, label, begin, end, 50 if has_busy else 8, ranks, score.trace.unit)
+    for rank, share in enumerate(words.busy(score).tolist()):
+        y = TOP + rank * of.lane
+        if draw_lane(sheet, rank, rank, y, of.lane, of.lane - of.gap, last, of.work) and has_busy:
+            text = f"{plain(round(100 * share))}%"
+            sheet.text(width, y + (of.lane - 4) / 2, text, size=10.5, fill=DIM, anchor="rm")
+    of.draw(sheet)
     critical = critical_bars(score) if by_kind else []
     if critical:
         with sheet.during(0.5):
-            chain = [(lanes.place(bar), partial(lanes.bar, sheet, bar)) for bar in critical]
-            draw_path(sheet, [(begin, TOP, last - begin, lanes.lane * ranks)], chain)
+            chain = [(of.place(bar), partial(of.bar, sheet, bar)) for bar in critical]
+            draw_path(sheet, [(begin, TOP, last - begin, of.lane * ranks)], chain)
     for place, (name, seconds, text) in enumerate(measured.rows):
         y = bottom - MEASURED * (len(measured.rows) - place) + 7
         sheet.text(0, y, fitted(name, 10.5, 50), size=10.5, fill=DIM, anchor="lm")

@@ -198,7 +198,7 @@ async function render({ model, el: host }) {
     paste.hidden = !on;
     if (on) pasted.focus();
   });
-  const files = ["svg", "csv", "perfetto"].map((kind) => tool(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
+  const files = ["svg", "csv", "perfetto"].map((kind) => tool(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind, colour: shown })));
   const legend = el("div");
   let shown = "kind"; // what the colours mean
   const showLegend = () => {
