@@ -102,8 +102,8 @@ for k in (2, 4, 8):
 # ## One ring, two levels, or eight rings
 #
 # In NVIDIA's DGX servers, every GPU has a **network card** of its own. A single ring over all sixteen GPUs leaves each
-# node from only one GPU, through one card. The other seven cards are idle, and all ranks wait. Here is that ring, our two
-# levels, and the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets: every
+# node from only one GPU, through one card. The other seven cards are idle, and all ranks wait for this one. Here is that
+# ring, our two levels, and the all-reduce of a library like NCCL, for 1 GiB of gradients. The times are **modelled** from data sheets: every
 # link runs at its peak rate. (On torch's `meta` device, tensors have shapes but no numbers, so this run takes no memory.)
 
 # %%
@@ -227,8 +227,9 @@ tj.collectives_in(two_levels_in_jax, Mesh(node=2, gpu=4), numbers, in_specs=BOTH
 # %% [markdown]
 # ## A bug to repair
 #
-# Hybrid sharding (HSDP) makes a training step of `two_levels`: between the second line and the third, each GPU updates the
-# weights of its piece. Here is such a step. Its weights are right on every rank, so neither the loss nor a test shows the mistake.
+# Hybrid sharding (HSDP) turns `two_levels` into a training step: between the second line and the third, each GPU updates
+# the weights of its piece. Here is such a step. It has a mistake that no loss and no test of numbers will show, because its
+# weights are right on every rank.
 #
 # **Predict.** The tensor has $n$ bytes, and there are two nodes of eight GPUs. How many bytes leave a node?
 
@@ -254,8 +255,8 @@ check_hybrid_step(hybrid_step)
 
 # %% [markdown]
 # For HSDP, PyTorch's `fully_shard` takes a mesh with two dims. It goes by their order: [the first replicates, the second
-# shards](https://discuss.pytorch.org/t/fsdp-hsdp-with-device-mesh-multiple-replica-intra-node/209096). Swapped, they
-# are this bug.
+# shards](https://discuss.pytorch.org/t/fsdp-hsdp-with-device-mesh-multiple-replica-intra-node/209096). If you swap
+# them, you have this bug.
 #
 # ## Your turn: gather on two levels
 #

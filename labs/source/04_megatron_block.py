@@ -103,7 +103,7 @@ matrices({"head 0's term": terms[0], "head 1's term": terms[1], "attention": who
 # <details><summary>Answer</summary>
 #
 # No. A score is a sum over the head's features, so each of the two ranks has only a *term* of every score, and softmax
-# must see the sum. Adding up the scores first is one more collective, and scores grow with the square of the tokens.
+# must see the sum. Adding up the scores first is one more collective, of $S^2$ scores per head and sample.
 #
 # </details>
 #
@@ -139,7 +139,7 @@ def plain_block(x, w):
     return block(x, w, f=lambda x, axis: x, g=lambda x, axis: x)
 
 # %% [markdown]
-# You can skim this cell, with random weights and a training step. `SPECS` says how each weight is split.
+# You can skim this cell, which sets up random weights and a training step. `SPECS` says how each weight is split.
 
 # %%
 COLUMNS, ROWS = P(None, "tp"), P("tp", None)
@@ -195,8 +195,8 @@ timeline(modelled(4))
 # activation, so each rank sends $4 \cdot 2\frac{R-1}{R}BSD$ elements in a step.
 #
 # Next we **measure** a smaller block on one and on two processes of your machine, on GPUs if there are enough. The
-# second process usually gains less than in the model of a `laptop`: real processes share the memory and copy each
-# message. (Compare gains, not times.)
+# second process usually gains less than in the model of a `laptop`: real processes share the memory's bandwidth and
+# copy each message. (Compare gains, not times.)
 
 # %% tags=["nbval-ignore-output"]
 smaller = random_block(tokens=256, width=512, num_heads=8, dtype=torch.float32)
@@ -289,15 +289,15 @@ knob("More and more ranks", "tokens", options, start=4096, about=about)
 # on four.
 #
 # Between nodes, it depends on the network. At 4,096 tokens, sixteen ranks are a little faster than eight on
-# InfiniBand, and less than half as fast on the playbook's network. But that takes twice the GPUs. If there are enough
+# InfiniBand, and less than half as fast on the playbook's network. Either way, it takes twice the GPUs. If there are enough
 # samples, let the other eight GPUs train on their own ([lab 16](16_data_parallel.ipynb)). (With fused kernels there
 # is less to compute, so all-reduces weigh more.)
 #
 # </details>
 #
-# **Measured.** For the playbook, Hugging Face trained models on up to 256 H100s. The two runs of a pair have equally
-# many GPUs and the same batch, but the second has twice the `tp` and half the `dp`. So each of its replicas of the
-# model has twice as many ranks and samples, and its speed-up is twice the ratio of the times. Here are the medians, and
+# **Measured.** For the playbook, Hugging Face trained models on up to 256 H100s. The two runs of a pair have the
+# same number of GPUs and the same batch, but the second has twice the `tp` and half the `dp`. So each of its replicas
+# has twice as many ranks and samples, and its speed-up is twice the ratio of the times. Here are the medians, and
 # forecasts of the same steps on both networks. (A microbatch is a number of sequences of 4,096 tokens.)
 
 # %%
@@ -324,15 +324,17 @@ for few, many in ((4, 8), (8, 16)):
 # %% [markdown]
 # On this cluster, tensor parallelism stops paying at the boundary of the node: sixteen ranks process fewer tokens per
 # second than eight. The playbook's network was fitted to these runs, so its column had to agree. We know of no run that
-# tests the other. By the forecast, most of the cost is latency, paid four times per block. So eight is not a law: in an
-# NVL72 rack, 72 GPUs share NVLink.
+# tests the other. By the forecast, most of the cost is latency, paid four times per block. But eight is not a
+# law: in an NVL72 rack, 72 GPUs share NVLink.
 #
-# **A block of today.** Our block has GPT-3's matrices. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven
+# ## A block of today
+#
+# Our block has GPT-3's matrices. [Llama 3 8B](https://arxiv.org/abs/2407.21783) has seven
 # matrices per block, and still four all-reduces. Its 32 query heads share eight heads of keys and values (**grouped
-# queries**). On sixteen ranks, two would hold each of these.
+# queries**). Sixteen ranks would hold each of these twice.
 #
 # With $N$ parameters, a block's matmuls (without scores) take $6\,BSN/R$ operations per step. Its all-reduces send
-# $8\frac{R-1}{R}BSD$ elements. By the data sheet, both take equally long when
+# $8\frac{R-1}{R}BSD$ elements. By the data sheet, both take the same time when
 #
 # $$R - 1 = \frac{3N}{8D} \cdot \frac{\text{B/s}}{\text{FLOP/s}}$$
 

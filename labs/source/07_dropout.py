@@ -173,14 +173,14 @@ knob("Features that a token keeps", "ranks", options, start=4, about=about, unit
 # <details><summary>What there is to discover</summary>
 #
 # With the same mask on $R$ ranks, the variance is about $R$ times as large, as if the layer were $R$ times narrower. On
-# eight ranks, a single coin decides about all features, so a token keeps all of them or none.
+# eight ranks, a single coin decides for all features, so a token keeps all of them or none.
 #
 # </details>
 #
 # ## How ranks agree on a mask
 #
 # The usual recipe gives every rank two generators. The first has the same seed on all ranks, and is for the masks
-# outside. The seed of the second also depends on the rank. (Adding the rank is enough, because a run has only one seed.)
+# outside. The seed of the second also depends on the rank.
 # Megatron-LM switches to the second with `get_cuda_rng_tracker().fork()`.
 
 # %%
@@ -196,7 +196,7 @@ def two_generators(seed):
 
 # %% [markdown]
 # The recipe works as long as all ranks draw equally often from the shared generator. Suppose that rank 2 draws one
-# extra number from it, for example to choose a sample to log. Here is how many different masks four ranks then have. It
+# extra number from it, for example to choose a sample to log. Here is how many different masks four ranks then draw. It
 # should be one outside and four inside:
 
 # %%
@@ -347,7 +347,7 @@ def block(x, a, b):  # x [T, D]   a [D, F/tp]   b [F/tp, D]   ->   [T, D], repli
 
 # %% [markdown]
 # The check gives `block` weights that make every mask readable from the result: hidden feature $k$ adds $2^k$, and each
-# dropout doubles what it keeps. So 340 is $4 \cdot (1 + 4 + 16 + 64)$. Fix what it says. `run` with `out_specs=P()`
+# dropout doubles what it keeps. So 340 is $4 \cdot (1 + 4 + 16 + 64)$. Repair what it reports. `run` with `out_specs=P()`
 # could see one of the mistakes; the other shows only in statistics. Which is which?
 
 # %%

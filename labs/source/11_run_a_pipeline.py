@@ -53,7 +53,7 @@ da = dy * 3  # on rank 0 again
 print(f"y {y}, loss {error**2}, db {db}, dy {dy}, da {da}")
 
 # %% [markdown]
-# Two numbers cross the cut: $y$ goes down, and its gradient comes back. In torch, rank 0 sends $y$ without its graph.
+# Two numbers cross the cut: $y$ goes forward, and its gradient comes back. In torch, rank 0 sends $y$ without its graph.
 # Rank 1 treats $y$ as an input that needs a gradient, and sends that gradient back. With it, rank 0 continues the
 # backward pass through its own graph.
 
@@ -134,6 +134,9 @@ def apart(out, want):  # the largest difference, relative to the largest gradien
     largest = max(grad.abs().max() for grad in want.values())
     return max(((grad - want[key]).abs().max() / largest).item()
                for grads in out.per_rank for key, grad in grads.items())
+
+# %% [markdown]
+# Here is the run of the picture at the top:
 
 # %% tags=["opening-picture"]
 slow = Costs(message_bytes=1, bandwidth=1, links="queue")  # one step per message
@@ -269,11 +272,11 @@ for k in range(2, 12):  # the first batches warm up
     found.append((beside.predicted.makespan / beside.makespan, beside))
 found.sort(key=lambda pair: pair[0])
 least, middle, most = (found[place][0] for place in (0, 5, -1))
-print(f"predicted / measured: {least:.2f} to {most:.2f}, in the middle {middle:.2f}")
+print(f"predicted / measured: {least:.2f} to {most:.2f}, half below {middle:.2f}")
 timeline(measured, predicted=found[5][1])
 
 # %% [markdown]
-# The picture shows the batch in the middle. On a busy machine, single predictions can be far off.
+# The picture shows the batch with this last ratio. On a busy machine, single predictions can be far off.
 #
 # ## Turn the knob: how many microbatches?
 #
@@ -317,10 +320,10 @@ knob("One batch on four H100s", "microbatches",
 # %% [markdown]
 # <details><summary>What there is to discover</summary>
 #
-# The bubble shrinks with every step, as the formula says, but the batch does not always get faster. By the
-# data sheet, four microbatches are best, at 5.6 ms. By the forecast, eight are, at 7.2 ms. Beyond that, each takes
-# longer again: every doubling gives a rank twice as many kernels, each of them half as large, and small kernels use a
-# GPU badly. The formula is roughly right about the bubble, and silent about the rest.
+# The bubble shrinks with every doubling, as the formula says, but the batch does not always get faster. By the
+# data sheet, four microbatches are best, at 5.6 ms. By the forecast, eight are, at 7.2 ms. Beyond that, the
+# batch takes longer again: every doubling gives a rank twice as many kernels, each half as large, and small kernels use
+# a GPU badly. The formula is roughly right about the bubble, and silent about the rest.
 #
 # Larger microbatches can be cut further. The authors of the Ultra-Scale Playbook **measured** a 1B model on pipelines of
 # four H100s, eight of them side by side, with sequences of 4,096 tokens. With 8, 16 and 32 microbatches, each GPU
@@ -331,7 +334,7 @@ knob("One batch on four H100s", "microbatches",
 #
 # ## What it costs
 #
-# $m$ microbatches of $b$ sequences of $S$ tokens, $D$ wide; $p$ ranks with $v$ stages each. In one batch:
+# A batch has $m$ microbatches of $b$ sequences of $S$ tokens, each $D$ wide. Each of $p$ ranks has $v$ stages.
 #
 # | what | numbers sent by all ranks |
 # |---|---|
@@ -354,7 +357,7 @@ for rule, cuts in num_cuts.items():
 #
 # ## A bug to repair: a deadlock
 #
-# When a message takes as long as a forward, ranks of 1F1B wait for messages. Running more forwards ahead would hide
+# When a message takes as long as a forward, the ranks of 1F1B wait for messages. Running more forwards ahead would hide
 # them. The goal is to be as fast as GPipe in a batch of any length, with as few microbatches held as that allows. Here
 # is a first attempt:
 

@@ -29,7 +29,7 @@ import tplab.torch as tt
 from tplab import Mesh, P
 from tplab.data.hiding import thresholds
 from tplab.trace import overlap
-from tplab.widgets import Bars, Row, knob, levels, timeline
+from tplab.widgets import Bars, Row, knob, timeline
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
@@ -97,10 +97,10 @@ for R in (2, 3, 4, 8):
 #
 # Every `all_reduce` also pays the latency of $2(R-1)$ hops, however small its input. A model has hundreds of parameter
 # tensors, so their gradients are packed into **buckets**: flat buffers that travel as one message. `average_gradients`
-# can do both.
+# fills them if you give it `bucket_bytes`.
 #
 # Unless we say otherwise, times in this lab are **modelled** from data sheets, at their peak rates. That needs only
-# sizes: meta tensors have a shape but no numbers.
+# sizes: meta tensors have no numbers.
 
 # %%
 SIZES = {"dtype": torch.bfloat16, "device": "meta"}
@@ -130,7 +130,7 @@ for bucket_bytes in (None, 25e6):
 # `p.register_post_accumulate_grad_hook(hook)` calls `hook(p)` when the gradient of `p` is complete.
 # `data_parallel` puts such a hook on every parameter, and fills the buckets from the last parameter to the first. It
 # starts the `all_reduce` of a bucket as soon as it is full. When the backward pass ends, the means are written to
-# `p.grad`. With eight layers:
+# `p.grad`. Here it is with eight layers:
 
 # %% tags=["opening-picture"]
 def overlapped(model, x, bucket_bytes=25e6):
@@ -231,11 +231,11 @@ for ranks in (8, 16, 64):
 
 # %% [markdown]
 # At the data sheets' rates, about 1,900 tokens per rank are enough inside a node, and 2,500 on 64 GPUs. The forecast asks
-# for 1,400 in a node: measured matmuls are slower, and hide more. With InfiniBand NDR, 64 GPUs need no more than a node,
-# and on the playbook's network 3,300.
+# for 1,400 in a node: measured matmuls are slower, and hide more. With InfiniBand NDR, each
+# of 64 GPUs needs no more than that. On the playbook's network it needs 3,300.
 #
-# **Decide.** Your batch has 4 million tokens. Over how many H100s can it be spread with all gradients hidden? The
-# table shows how many tokens each GPU gets, and how many it needs.
+# **Decide.** Your batch has 4 million tokens. How many H100s can share it if all gradients are to stay hidden? The
+# table shows how many tokens each GPU gets and needs.
 
 # %%
 print("GPUs   gets  needs: NDR, data sheet  NDR, forecast  playbook's, forecast")
@@ -246,14 +246,13 @@ for ranks in (256, 512, 1024, 2048, 4096):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With InfiniBand NDR, what a GPU needs hardly changes: by the data sheet, you can use 4 million / 2,490 = 1,600 GPUs, and
-# by the forecast 4 million / 1,470 = 2,700. On the playbook's network, more GPUs need more tokens each, and the limit is
-# about 600.
+# With InfiniBand NDR, what a GPU needs hardly changes: you can use 4 million / 2,490 = 1,600 GPUs by the data sheet, and
+# 4 million / 1,470 = 2,700 by the forecast. On the playbook's network, each needs more, and the limit is about 600.
 #
 # </details>
 #
 # The authors of the Ultra-Scale Playbook trained 3 billion parameters with a million tokens per step on 8 to 128
-# H100s. The chart compares each GPU's speed with that in one node, measured and by the two forecasts:
+# H100s. Here is each GPU's speed in percent of that in one node, measured and by the two forecasts:
 
 # %%
 from tplab import cost
@@ -266,35 +265,21 @@ for one in playbook():
     if one.model.name == "playbook-3b" and gpus == one.plan.ranks:
         fastest[gpus] = min(fastest.get(gpus, one), one, key=lambda r: r.seconds)
 
-def worth(seconds):  # a GPU's tokens per second, in percent of those in one node
-    return [100 * 8 * seconds[8] / (gpus * seconds[gpus]) for gpus in fastest]
+def seconds(run, fabric):  # of a step
+    on = cost.find("h100-measured", fabric)
+    about = {"batch": run.batch, "sequence": run.sequence, "stack": run.stack}
+    return forecast(run.model, run.plan, on, **about).seconds
 
-def forecasts(fabric):
-    on, seconds = cost.find("h100-measured", fabric), {}
-    for gpus, r in fastest.items():
-        about = {"batch": r.batch, "sequence": r.sequence, "stack": r.stack}
-        seconds[gpus] = forecast(r.model, r.plan, on, **about).seconds
-    return worth(seconds)
-
-NODES = [gpus // 8 for gpus in fastest]
-ndr, theirs = forecasts("infiniband-ndr"), forecasts("playbook")
-measured = worth({gpus: r.seconds for gpus, r in fastest.items()})
-lines = {"InfiniBand NDR": (NODES, ndr), "the playbook's network": (NODES, theirs)}
-levels(
-    {"Speed per GPU": lines}, measured={"Speed per GPU": list(zip(NODES, measured))},
-    by="the Ultra-Scale Playbook", along="nodes", doubling=True, unit="%",
-    title="A million tokens on more and more GPUs",
-    about="3 billion parameters, H100s, forecasts",
-    sentence="128 real GPUs lose more than a third, as their network's forecast says.",
-)
-
-# %%
+columns = [{gpus: run.seconds for gpus, run in fastest.items()}]
+for fabric in ("playbook", "infiniband-ndr"):
+    columns.append({gpus: seconds(run, fabric) for gpus, run in fastest.items()})
 print("nodes  measured  the playbook's network  InfiniBand NDR")
-for row in zip(NODES, measured, theirs, ndr):
-    print("{:>5}  {:6.0f} %  {:20.0f} %  {:12.0f} %".format(*row))
+for gpus in fastest:
+    speeds = [100 * 8 * took[8] / (gpus * took[gpus]) for took in columns]
+    print("{:>5}  {:6.0f} %  {:20.0f} %  {:12.0f} %".format(gpus // 8, *speeds))
 
 # %% [markdown]
-# By the forecasts, a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences
+# By the forecasts, each GPU is faster on two nodes than on one: the fastest run there has two sequences per microbatch
 # instead of one. On 16 nodes each GPU has 8,192 tokens, more than the thresholds above ask for, and yet
 # more than a third is lost. Those runs averaged float32, twice the bytes of bfloat16, and used ZeRO 1 ([lab
 # 17](17_zero.ipynb)), whose gather of new parameters is not hidden. The forecast counts both. But its network was
@@ -372,7 +357,7 @@ for fn in (by_types, by_buckets):
 # | the loss | is divided by the same number on every rank |
 #
 # The last row is easy to get wrong. A target of -100 marks padding, which does not count. On one rank, this loss is
-# right. Run the check, and repair it.
+# right. Run the check, and repair the loss.
 
 # %%
 def my_loss(logits, targets):  # logits [n, V]   targets [n], of this rank

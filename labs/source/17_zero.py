@@ -52,7 +52,7 @@ AdamW = partial(torch.optim.AdamW, lr=0.01)
 #
 # The part that one rank keeps is called its **piece** here, and its *shard* elsewhere.
 #
-# **Predict.** The picture above is of four ranks. How many bytes does each stage take on eight?
+# **Predict.** The picture is of four ranks. How many bytes does each stage take on eight?
 #
 # <details><summary>Answer</summary>
 #
@@ -266,8 +266,8 @@ memory_timeline(runs, formula, title="Two steps of eight layers")
 # the model before it is divided.)
 #
 # The formula counts states only. Activations, which no stage divides, and gathered layers come on top. So do Adam's
-# intermediate results (the small teeth). In data parallelism, the spike of 640 KiB is `average_gradients`, which holds
-# the means beside the gradients that they replace.
+# intermediate results (the small teeth). In data parallelism, the spike of 640 KiB comes from `average_gradients`, which
+# holds the means beside the gradients that they replace.
 #
 # ## See it run: time
 #
@@ -301,7 +301,7 @@ timeline(traces[True])
 #
 # ## Turn the knob: how many ranks?
 #
-# Take a model of 30 billion parameters. An H100 lets a program use 85 GB (79.2 of 80 GiB). Guess first: how many ranks
+# Take a model of 30 billion parameters. An H100 lets a program use 79.2 of its 80 GiB. Guess first: how many ranks
 # does each stage need?
 
 # %%
@@ -315,7 +315,7 @@ def sizes(ranks):
     for name, stage in names.items():
         each = bytes_per_parameter(stage, ranks)._asdict()
         row = {kind: 30e9 * size for kind, size in each.items()}
-        fits = f"fits into {LIMIT / 1e9:.0f} GB" if sum(row.values()) < LIMIT else ""
+        fits = f"fits into {LIMIT / 2**30:.1f} GiB" if sum(row.values()) < LIMIT else ""
         rows.append(Row(name, row, fits))
     fitting = ", ".join(row.label for row in rows if row.note) or "none"
     return Bars(rows, f"On {ranks} ranks, these fit: {fitting}.")
@@ -328,7 +328,7 @@ knob("States of 30 billion parameters", "ranks",
 # <details><summary>What there is to discover</summary>
 #
 # Stage 3 fits on 8 ranks or more, and stage 2 on 32 or more. Stage 1 never fits: it keeps 4 bytes per parameter on any
-# number of ranks, and these alone are 120 GB (112 GiB).
+# number of ranks, and these alone are 112 GiB.
 #
 # </details>
 #
@@ -344,8 +344,8 @@ knob("States of 30 billion parameters", "ranks",
 # | ZeRO 3 | $16/R$ | $3M\frac{R-1}{R}$; with $k$ microbatches $3k M\frac{R-1}{R}$ |
 #
 # **Decide.** When does a gather cost time? A layer's forward pass takes 2 FLOPs per parameter and token, and its gather
-# moves 2 bytes per parameter. The backward pass doubles both. So the tokens per rank count, and not the size of the
-# model, as in [lab 16](16_data_parallel.ipynb). For the blocks of a transformer:
+# moves 2 bytes per parameter. The backward pass doubles both. So what matters is the number of tokens per rank, and
+# not the size of the model, as in [lab 16](16_data_parallel.ipynb). For the blocks of a transformer:
 
 # %%
 for ranks in (8, 64, 512):
@@ -356,13 +356,12 @@ for ranks in (8, 64, 512):
 # %% [markdown]
 # Inside a node, about 1,900 tokens per rank hide all messages. In the forecast that is more than in [lab
 # 16](16_data_parallel.ipynb), because a measured `all_reduce` is faster than a `reduce_scatter` and an `all_gather`.
-# On 64 GPUs, the forecast is about 2,200 tokens per rank with InfiniBand NDR and about 6,500 tokens per rank with the
-# playbook's network ([lab 03](03_network_levels.ipynb)). On 512 GPUs, the two forecasts
-# are 2,600 and 20,500.
+# Between nodes, it depends on the network: on 512 GPUs, the forecast is 2,600 tokens per rank with InfiniBand NDR, and
+# 20,500 with the playbook's network ([lab 03](03_network_levels.ipynb)).
 #
 # MosaicML [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B,
-# 32 blocks of width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. Beside the steps is what the blocks'
-# messages take by the forecast for each network:
+# 32 blocks of width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. The last two columns are
+# forecasts of the time that the blocks' messages take alone:
 
 # %%
 def is_shown(run):
@@ -387,6 +386,8 @@ for run in runs_of_mpt:
 # longer than these steps took; on 512 GPUs, even if the forecast were 30 % too high. So MosaicML's network was faster
 # than that. The forecast with InfiniBand NDR is nearer: its messages fit into the step. But it would hide all of them,
 # and these runs do lose something.
+#
+# ## Too few tokens: shard inside each node
 #
 # With fewer tokens than the threshold, ranks wait for their parameters. There are three ways out: use stage 1, send
 # fewer bits per number ([lab 18](18_quantised_communication.ipynb)), or divide parameters only inside each node:
@@ -414,7 +415,7 @@ for name, axes in choices.items():
 # %% [markdown]
 # With InfiniBand NDR, hybrid sharding is slower, on the data sheet and in the forecast. (We know of no measurement.)
 # Its two levels take turns, while a `reduce_scatter` over all ranks uses NVLink and the network cards at once. On the
-# playbook's network it takes 28.0 ms instead of 86.0 ms, because fewer bytes cross, in fewer hops. The price is
+# playbook's network it takes 28.0 ms instead of 86.0 ms, because fewer bytes cross the network, in fewer hops. The price is
 # memory: $16/8$ bytes per parameter instead of $16/64$.
 #
 # ## A bug to repair

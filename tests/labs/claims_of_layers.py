@@ -219,7 +219,7 @@ CLAIMS = (
     ),
     Claim(
         BLOCK,
-        "equally many GPUs and the same batch, but the second has twice the tp and half the dp",
+        "the same number of GPUs and the same batch, but the second has twice the tp and half the dp",
         lambda: all(
             (b.plan.tp, 2 * b.plan.dp, b.plan.ranks, b.batch) == (2 * a.plan.tp, a.plan.dp, a.plan.ranks, a.batch)
             for few in (4, 8)

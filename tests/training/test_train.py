@@ -18,8 +18,8 @@ from tplab.jax.private import in_float64
 from tplab.models.gpt import GPTConfig
 from tplab.schedules import zb_v
 from tplab.training import checkpoint
+from tplab.training.progress import Stop
 from tplab.training.recipe import Recipe
-from tplab.training.stop import Stop
 
 CONFIG = GPTConfig(32, 16, 2, 2, 8)
 TEXT = Text(np.random.default_rng(0).integers(0, 32, 500).astype(np.uint8).tobytes())

@@ -206,6 +206,16 @@ class Hypotheses(Factors):
 
     def _scaled_unlike(self) -> tuple[str, str, str]:
         """Return cause, line and thread if each rank's gradients, and the group that reduces them, are right."""
+        given = [(sent.size, place.take(self.facts.reference.weights[name]).size) for name in self.names
+                 for sent in given_to(self.facts, [name]) for _, mine, place in self.facts.holders(name)
+                 if {mine} == {*sent.names}]  # fmt: skip
+        if some := next((f"{size} of the {whole}" for size, whole in given if size < whole), ""):
+            cause = (
+                f"this collective adds up {some} elements of a gradient, in the order in which each rank has them, as "
+                "the values of a sparse gradient: they are of other rows on other ranks. Add up the sparse gradients "
+                "with their indices, or make them dense first"
+            )
+            return cause, self.reduction, ""
         cause = (
             "the gradients of each rank are right after the backward pass, and so is their sum over the ranks of this "
             "collective: what is wrong is how the script changes them before, or after"

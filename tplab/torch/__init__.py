@@ -9,9 +9,9 @@ from tplab.errors import MissingPackageError
 if find_spec("torch") is None:
     raise MissingPackageError("tplab.torch", "torch", extra="torch")
 
-from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, GPTExperts, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
+from tplab.models.state import async_state, blocking_state, classifier_specs
 from tplab.pipeline.checks import split_batch
 from tplab.rings import async_weight, blocking_weight
 from tplab.torch.checking.check_parallel import check_parallel

@@ -96,34 +96,20 @@ class Added(NamedTuple):
 
 
 class Journal:
-    """The record of one rank, in seconds of its own clock.
+    """The record of one rank, in seconds of its own clock, which is `behind` that of the trace.
 
     A label's chunk is (origin rank) + (piece) * (number of ranks), so that every process can number its own.
     """
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.start = self.end = 0.0
+        self.start = self.end = self.behind = 0.0
         self.computed: list[Computed] = []
         self.added: list[Added] = []
         self.sent: list[Sent] = []
         self.received: dict[tuple[int, Group, int], Taken] = {}
         self.met: list[Met] = []
         self.waited: list[tuple[str, float, float, str, str]] = []
-
-    def shift(self, seconds: float) -> Journal:
-        """The same journal on a clock that is this many seconds ahead."""
-        other = Journal(self.rank)
-        other.start, other.end = self.start + seconds, self.end + seconds
-        other.computed = [one._replace(start=one.start + seconds, end=one.end + seconds) for one in self.computed]
-        other.added = [added._replace(time=added.time + seconds) for added in self.added]
-        other.sent = [sent._replace(start=sent.start + seconds) for sent in self.sent]
-        other.received = {key: taken._replace(time=taken.time + seconds) for key, taken in self.received.items()}
-        other.met = [met._replace(begun=met.begun + seconds, end=met.end + seconds) for met in self.met]
-        other.waited = [
-            (op, start + seconds, end + seconds, axis, where) for op, start, end, axis, where in self.waited
-        ]
-        return other
 
 
 def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequence[str] = ()) -> Trace:
@@ -133,7 +119,10 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
     group have arrived until that rank has its result.
     """
     recorder = Recorder(mesh, title, "torch")
-    origin = min(journal.start for journal in journals)
+    origin = min(journal.start + journal.behind for journal in journals)
+
+    def at(journal: Journal, time: float) -> float:
+        return time + journal.behind - origin
 
     def chunk_of(label: Label) -> int:
         piece, origin_rank = divmod(label.chunk, mesh.size)
@@ -143,33 +132,32 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
         for start, end, doing, held in journal.computed:
             op, where, label, _ = doing or _ANYTHING
             about = {"chunk": chunk_of(label), "contributors": label.contributors, "where": where, "held": held}
-            recorder.add(journal.rank, "compute", op, start - origin, end - origin, **about)
+            recorder.add(journal.rank, "compute", op, at(journal, start), at(journal, end), **about)
         for op, start, end, axis, where in journal.waited:
-            recorder.add(journal.rank, "wait", op, start - origin, end - origin, axis=axis, where=where)
-    for sent, source in sorted(
-        ((sent, j.rank) for j in journals for sent in j.sent), key=lambda entry: (entry[0].start, entry[1])
-    ):
+            recorder.add(journal.rank, "wait", op, at(journal, start), at(journal, end), axis=axis, where=where)
+    sends = ((at(journal, sent.start), journal.rank, sent) for journal in journals for sent in journal.sent)
+    for start, source, sent in sorted(sends, key=lambda entry: entry[:2]):
         receiver, said = journals[sent.target], sent.said
         taken = receiver.received.get((source, said.group, said.number))
-        arrival = receiver.end if taken is None else taken.time
-        times = {"start": sent.start - origin, "end": max(sent.start, arrival) - origin}
+        arrival = at(receiver, receiver.end if taken is None else taken.time)
         about = said.event() | {"peer": sent.target, "chunk": chunk_of(said.label), "part": ()}
-        message = recorder.add(source, "message", **times, **about)
+        message = recorder.add(source, "message", start=start, end=max(start, arrival), **about)
         if taken is not None and (taken.where, taken.phase) != (said.where, said.phase):
             recorder.taken(message, taken.where, taken.phase)
     for journal in journals:
         for op, time, shape, dtype, label, values in journal.added:  # after the messages, which number the chunks
             about = {"shape": shape, "dtype": dtype, "chunk": chunk_of(label), "contributors": label.contributors}
-            recorder.add(journal.rank, "compute", op, time - origin, time - origin, values=values, **about)
-    meetings: dict[tuple[Group, int], list[tuple[int, Met]]] = {}
+            recorder.add(journal.rank, "compute", op, at(journal, time), at(journal, time), values=values, **about)
+    meetings: dict[tuple[Group, int], list[tuple[Journal, Met]]] = {}
     for journal in journals:
         for met in journal.met:
-            meetings.setdefault((met.said.group, met.said.number), []).append((journal.rank, met))
-    for meeting in sorted(meetings.values(), key=lambda meeting: max(met.begun for _, met in meeting)):
-        start, message = max(met.begun for _, met in meeting), recorder.next_message()
-        for rank, met in meeting:
-            times = start - origin, max(start, met.end) - origin
-            recorder.add(rank, "collective", start=times[0], end=times[1], message=message, **met.said.event())
+            meetings.setdefault((met.said.group, met.said.number), []).append((journal, met))
+    begins = ((max(at(journal, met.begun) for journal, met in meeting), meeting) for meeting in meetings.values())
+    for start, meeting in sorted(begins, key=lambda entry: entry[0]):
+        message = recorder.next_message()
+        for journal, met in meeting:
+            end = max(start, at(journal, met.end))
+            recorder.add(journal.rank, "collective", start=start, end=end, message=message, **met.said.event())
     return recorder.trace(clock="measured", unit="s", warnings=warnings)
 
 

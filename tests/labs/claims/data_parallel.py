@@ -103,12 +103,12 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "64 GPUs need no more than a node",
+        "each of 64 GPUs needs no more than that",
         lambda: tokens("data parallel", 64, NDR) <= tokens("data parallel", 8, NDR),
     ),
-    Claim("on the playbook's network 3,300", lambda: tokens("data parallel", 64, PLAYBOOK)),
+    Claim("On the playbook's network it needs 3,300", lambda: tokens("data parallel", 64, PLAYBOOK)),
     Claim(
-        "you can use 4 million / 2,490 = 1,600 GPUs, and by the forecast 4 million / 1,470 = 2,700",
+        "you can use 4 million / 2,490 = 1,600 GPUs by the data sheet, and 4 million / 1,470 = 2,700 by the forecast",
         lambda: [
             4,
             *tokens("data parallel", most_gpus(SHEET), SHEET),
@@ -120,7 +120,7 @@ CLAIMS = (
     ),
     Claim("the limit is about 600", lambda: [most_gpus(PLAYBOOK)]),
     Claim(
-        "a GPU on two nodes is worth over 100%: the fastest run there has microbatches of two sequences instead of one",
+        "faster on two nodes than on one: the fastest run there has two sequences per microbatch instead of one",
         lambda: (
             [three_billion()[gpus].plan.microbatch for gpus in (16, 8)] == [2, 1]
             and 16 * forecast_seconds(16) < 8 * forecast_seconds(8)

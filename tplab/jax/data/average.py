@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.data.buckets import BUCKET_BYTES, Bucket, Gradient, buckets_of
+from tplab.data.gradients import BUCKET_BYTES, Bucket, Gradient, buckets_of
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes

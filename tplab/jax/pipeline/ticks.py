@@ -17,42 +17,55 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import axis_index, ppermute
 from tplab.jax.pipeline.flat import Flat, Kind, Sizes, add_at, largest
+from tplab.jax.pipeline.passes import Loss
 from tplab.jax.pipeline.plan import Buffer, Pairs, Plan
-from tplab.jax.pipeline.programs import Batch, Program
-from tplab.jax.pipeline.stages import Blueprints
-from tplab.jax.ranks.context import this_mesh, vary
+from tplab.jax.pipeline.programs import Batch, Program, programs_of
+from tplab.jax.pipeline.stages import Stages
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.jax.tracing.actions import STORE, action
 from tplab.mesh import Axis
+from tplab.pipeline.checks import check_data_axis, check_microbatches
 from tplab.schedules import Costs, Schedule
 
 Carry = TypeVar("Carry")
 
 
 class Ticks:
-    """All ticks of a batch, on one rank."""
+    """All ticks of a batch, on one rank. The arguments are those of `train_batch`; `forward_only`: run F alone."""
 
     def __init__(
         self,
         schedule: Schedule,
-        plan: Plan,
-        programs: Sequence[Program],
-        blueprints: Blueprints,
-        params: Flat,
-        batch: Batch,
+        stages: Stages,
+        microbatches: Sequence[tuple[Any, Any]],
+        loss: Loss,
         axis: Axis,
+        data_axis: Axis | None,
         costs: Costs | None,
+        checkpoint_every: int | None = None,
+        first: int | Array = 0,
+        key: Any = None,
+        forward_only: bool = False,
     ):
-        self.plan, self.programs, self.blueprints = plan, programs, blueprints
-        self.params, self.batch, self.axis = params, batch, axis
+        mesh, self.blueprints, self.axis = this_mesh(), stages.blueprints, axis
+        check_data_axis(mesh, axis, data_axis)
+        axes = mesh.names(axis) if data_axis is None else (*mesh.names(axis), *mesh.names(data_axis))
+        self.batch = Batch(check_microbatches(microbatches, schedule.num_microbatches), key, axes, first)
+        self.params = _own(stages, axes)
+        programs, program_of = programs_of(self.blueprints, self.params, self.batch, loss, checkpoint_every)
+        if forward_only:
+            schedule, programs = schedule.forward_only(), [program.forward_only() for program in programs]
+        schedule, self.programs = schedule.compute_only(), programs
+        self.plan = Plan(schedule, program_of, [program.keeping for program in programs])
         self.share = 1 / schedule.num_microbatches
         self.message_sizes = largest(layout for p in programs for layout in (p.leaves, p.returns))
-        self.table = plan.table | self._places()
+        self.table = self.plan.table | self._places()
         self.seconds = np.zeros((schedule.num_ticks, schedule.num_ranks))
         if costs is not None:
             self.seconds[schedule.ticks, schedule.rank] = costs.durations(schedule)
-        mesh = this_mesh()
         groups = np.array([mesh.group(rank, axis) for rank in mesh.ranks], np.int32)
         self.group = jnp.asarray(groups)[lax.axis_index(mesh.axis_names)]
 
@@ -111,6 +124,17 @@ class Ticks:
             if begin.any():  # otherwise it is a constant
                 columns["begin", kind] = np.take_along_axis(begin, stage.T, axis=1).T
         return columns
+
+
+def _own(stages: Stages, axes: tuple[str, ...]) -> Flat:
+    """The parameters, declared to differ along `axes`, so that gradients are added up along them once, at the end."""
+    for kind, x in stages.flat.items():
+        if more := varying_axes(x) - {*kind.axes, *axes}:
+            raise ShapeError(
+                f"the stages' {kind.dtype} parameters differ along {', '.join(map(repr, sorted(more)))}, where they "
+                f"were made to differ along {', '.join(map(repr, kind.axes))} only; give in_specs that say so"
+            )
+    return {kind: vary(x, axes) for kind, x in stages.flat.items()}
 
 
 def _when(condition: Array, update: Callable[[Carry], Carry], carry: Carry) -> Carry:

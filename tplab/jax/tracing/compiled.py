@@ -112,12 +112,11 @@ def collectives_in_text(text: str) -> CompiledCollectives:
 class Run(NamedTuple):
     """A collective in a compiled module.
 
-    computation, one   the computation, and the instruction in it
-    count, at_most     as in CompiledCollective
-    is_async           whether it is a start and a done
+    one              the instruction
+    count, at_most   as in CompiledCollective
+    is_async         whether it is a start and a done
     """
 
-    computation: str
     one: Instruction
     count: int | None
     at_most: int | None
@@ -145,7 +144,7 @@ def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator
     """The collectives of one computation, and of the computations that it calls."""
     for one in module.computations.get(name, ()):
         if one.collective:
-            yield Run(name, one, *times, is_async or one.is_start)
+            yield Run(one, *times, is_async or one.is_start)
             continue
         called = [(inner, times) for inner in module.calls(one)]
         called += [(branch, _Times(None, times.at_most)) for branch in one.called(*BRANCHES)]

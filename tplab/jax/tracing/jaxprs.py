@@ -73,13 +73,24 @@ def folded(
     jaxpr, consts = opened(inner)
     here = {variable: given(value, variable.aval) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
     here.update(zip(jaxpr.invars, inputs, strict=True))
+    return followed(jaxpr.eqns, here, jaxpr.outvars, visit, given)
+
+
+def followed(
+    eqns: Iterable[Any],
+    here: dict[Any, Any],
+    outputs: Iterable[Any],
+    visit: Callable[..., Iterable[Any]],
+    given: Callable[[Any, Any], Any] = lambda value, aval: value,
+) -> list[Any]:
+    """The same for some equations, from the values of variables in `here`, to which theirs are added."""
 
     def read(atom: Any) -> Any:
         return given(atom.val, atom.aval) if hasattr(atom, "val") else here[atom]
 
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         here.update(zip(eqn.outvars, visit(eqn, [read(atom) for atom in eqn.invars], read), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in outputs]
 
 
 def inside(eqn: Any) -> Iterator[Any]:

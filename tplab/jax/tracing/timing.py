@@ -8,9 +8,8 @@ from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from tplab.cost.clock import Clock, Request
+from tplab.cost.clock import Clock, Links, Request
 from tplab.cost.cluster import Cluster
-from tplab.cost.links import Links
 from tplab.jax.tracing.tasks import Task
 
 
@@ -88,7 +87,11 @@ class Timing:
         if what == _NEXT:
             self._compute_next(now, rank)
         elif what == _READY:
-            self._begin(now, number, rank, after)
+            if self._tasks[number].kind == "compute":
+                heappush(self._queues[rank], (number, now, after))
+                self._clock.at(now, _NEXT, -1, rank, _NOTHING)
+            else:
+                self._clock.at(now, _SEND, number, rank, after)
         elif what == _SEND:
             self._send(now, number, rank, after)
         else:
@@ -112,13 +115,6 @@ class Timing:
                 self._missing[key] -= 1
                 if not self._missing[key]:
                     self._clock.at(now, _READY, following, rank, after)
-
-    def _begin(self, now: float, number: int, rank: int, after: Part) -> None:
-        if self._tasks[number].kind == "compute":
-            heappush(self._queues[rank], (number, now, after))
-            self._clock.at(now, _NEXT, -1, rank, _NOTHING)
-        else:
-            self._clock.at(now, _SEND, number, rank, after)
 
     def _compute_next(self, now: float, rank: int) -> None:
         if self._busy[rank] or not self._queues[rank]:

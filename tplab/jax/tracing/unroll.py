@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tplab.comm import check_counts
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import find
 from tplab.errors import TraceError
-from tplab.jax.tracing.flow import Flow, Spot, axes_along
+from tplab.jax.tracing.flow import axes_along
 from tplab.jax.tracing.hlo import BRANCHES, Instruction, Module
 from tplab.jax.tracing.lowered import compiled_for
 from tplab.jax.tracing.sending import merged, sent_by
@@ -22,7 +23,7 @@ from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.trace import recorded
 from tplab.jax.tracing.walk import MOST_ITERATIONS
 from tplab.jax.tracing.work import PASSED_ON, Work, Works
-from tplab.options import check_counts
+from tplab.mesh import Mesh
 from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
@@ -69,7 +70,7 @@ def unrolled(
     module: Module, recorder: Recorder, cluster: Cluster | None = None, options: Options | None = None
 ) -> Trace:
     """The trace of a compiled module on the recorder's mesh."""
-    program = Unroll(Flow(module, recorder.mesh), recorder.chunk, options or Options())
+    program = Unroll(module, recorder.mesh, recorder.chunk, options or Options(), Works())
     program.run(module.entry, [])
     return recorded(recorder, program.tasks, set(range(len(program.tasks))), cluster, record=0)
 
@@ -104,25 +105,22 @@ class Unroll:
     options  assumptions about data-dependent control flow
     """
 
-    def __init__(self, flow: Flow, chunk: Callable[[int, int], int], options: Options, works: Works | None = None):
+    def __init__(self, module: Module, mesh: Mesh, chunk: Callable[[int, int], int], options: Options, works: Works):
         self.tasks: list[Task] = []
-        self._works = works or Works(flow)
-        self._flow, self._module, self._mesh, self._chunk, self._options = flow, flow.module, flow.mesh, chunk, options
+        self._module, self._mesh, self._chunk, self._options, self._works = module, mesh, chunk, options, works
         self._num_messages = 0
 
     def run(self, name: str, parameters: Sequence[Value]) -> Value:
         """Follow a computation. Returns its result."""
-        values: dict[str, Value] = {}
+        values: dict[Instruction, Value] = {}
         result: Value = ()
         for one in self._module.computations[name]:
-            given = [values[operand] for operand in one.operands if operand in values]
-            values[one.name] = self._instruction(Spot(name, one), given, parameters)
+            values[one] = self._instruction(one, [values[operand] for operand in one.operands], parameters)
             if one.is_root:
-                result = values[one.name]
+                result = values[one]
         return result
 
-    def _instruction(self, place: Spot, values: list[Value], parameters: Sequence[Value]) -> Value:
-        one = place.one
+    def _instruction(self, one: Instruction, values: list[Value], parameters: Sequence[Value]) -> Value:
         if one.op == "parameter":
             return parameters[int(one.given)] if parameters else ()
         if one.op == "tuple":
@@ -139,14 +137,14 @@ class Unroll:
             return values[0]
         needs = tuple(sorted(_needs(values)))
         if one.collective:
-            return self._collective(place, needs)
+            return self._collective(one, needs)
         if calls := self._module.calls(one):
             return self.run(calls[0], values)
         if one.op == "while":
             return self._while(one, values[0])
         if one.op == "conditional":
             return self._conditional(one, values)
-        work = self._works.of(place)
+        work = self._works[one]
         return needs if work is None else self._add(self._computing(one, work, needs))
 
     def _add(self, task: Task) -> tuple[int]:
@@ -167,16 +165,15 @@ class Unroll:
         about = work.array.shape, work.array.dtype, work.num_bytes, where, work.flops
         return Task("compute", op, ranks, needs, *about, phase=work.main.phase, rate=work.rate, matmul=work.matmul)
 
-    def _collective(self, place: Spot, needs: tuple[int, ...]) -> Value:
-        one, operands = place.one, [given.one for given in self._flow.operands(place)]
+    def _collective(self, one: Instruction, needs: tuple[int, ...]) -> Value:
         groups, is_message = self._module.groups(one), one.collective == "ppermute"
         axis, along = axes_along(self._mesh, groups, is_message)
         if not axis:
             return needs
         ranks = tuple(self._mesh.ranks) if is_message else tuple(sorted(rank for group in along for rank in group))
-        where = next((line for x in (one, *operands) if (line := self._module.where(x))), "")
+        where = next((line for x in (one, *one.operands) if (line := self._module.where(x))), "")
         numbers: list[int] = []
-        for op, array in merged(sent_by(self._flow, place, self._options.accelerator)):
+        for op, array in merged(sent_by(one, self._options.accelerator)):
             task = Task(
                 "message" if is_message else "collective",
                 op,
@@ -268,7 +265,7 @@ class Unroll:
 
     def _tried(self, branch: str) -> list[Task]:
         """The tasks of a branch."""
-        trial = Unroll(self._flow, lambda *_: 0, self._options, self._works)
+        trial = Unroll(self._module, self._mesh, lambda *_: 0, self._options, self._works)
         trial.run(branch, [()])
         return trial.tasks
 

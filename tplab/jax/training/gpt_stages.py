@@ -20,7 +20,7 @@ from tplab.jax.run import run
 from tplab.mesh import Axis, Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.models.state import merge_state, split_state
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 from tplab.schedules import Schedule
 from tplab.sharding import cut
 from tplab.training.recipe import data_axes

@@ -143,7 +143,8 @@ def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     try:
         with _labelled(here.rank):
             result = carry_out(program, rank, device)
-        gathered = here.gather((result, rank.journal.shift(here.offset), rank.report(), not rank.num_in_flight))
+        rank.journal.behind = here.offset
+        gathered = here.gather((result, rank.journal, rank.report(), not rank.num_in_flight))
     except BaseException as error:
         watch.close()
         named = _named(error, rank, here, store)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tplab.comm import check_entries
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
-from tplab.options import check_entries
 from tplab.sharding import P, check_spec, shard_slices
 from tplab.spare import scratch_file
 from tplab.torch.private import pytree

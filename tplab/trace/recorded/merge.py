@@ -65,7 +65,8 @@ def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
     offsets, doubt = _aligned(files, meetings)
     _leave_out_the_start(files, offsets)
     journals = _journals(files, meetings, mesh)
-    journals = [journal.shift(offset) for journal, offset in zip(journals, offsets, strict=True)]
+    for journal, offset in zip(journals, offsets, strict=True):
+        journal.behind = offset
     found = [*unfinished(files, meetings, mesh)]
     return Merged(trace_of(journals, mesh, files[0].about.title, found), doubt, found)
 
