@@ -17,8 +17,9 @@ from tplab.widgets.paper.legend import TALL, WIDE, Key, dashed
 from tplab.widgets.paper.letters import about_width, one_line
 from tplab.widgets.paper.palette import INK, PAPER, Colour, token
 
-Rows = Sequence[tuple[str, str]]
-"""The rows of a tooltip: (what, text). A row without `what` is a heading."""
+Rows = Sequence[tuple[Any, str]]
+"""The rows of a tooltip: (what, text). A row without `what` is a heading; None goes on with the text before, which is
+shorter to send where many tooltips share parts."""
 _FINE = 20  # lengths are sent in twentieths of a pixel
 _PLACE = {"text": 2, "line": 0, "area": 0, "curve": 0}  # how many numbers give the place of a part, if not four
 COLOURS = ("fill", "edge", "colour", "other", "small", "ink")
@@ -32,7 +33,7 @@ Curve = Sequence[float]
 class Mark(NamedTuple):
     """Something that can be hovered over: the rows of its tooltip, and the widget's number for it; -1: none."""
 
-    rows: tuple[tuple[str, str], ...] = ()
+    rows: tuple[tuple[Any, str], ...] = ()
     key: int = -1
 
 

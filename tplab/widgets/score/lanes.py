@@ -167,10 +167,9 @@ class _Says:
         kinds, shape, item = self.codes["dtype"][bar], self.codes["shape"][bar], column["item"][bar]
         phase, axis = self.phases[self.phase[bar]], self.codes["axis"][bar] or ""
         origin = -1 if item < 0 or score.is_pipeline else score.items[item].origin
-        beside = self.wait_beside(bar) if kind in (SEND, COLLECTIVE) else -1
         of_group = ", ".join(map(str, score.groups[column["group"][bar]])) if kind == COLLECTIVE else ""
         return [
-            ("", self.title(bar, axis if {*axis.split(",")} <= {*trace.mesh.axis_names} else "")),
+            *_row("", *self.title(bar, axis if {*axis.split(",")} <= {*trace.mesh.axis_names} else "")),
             ("when", f"{when} to {until}, {time_text(end - start, trace.unit)}"),
             ("tensor", f"{kinds} {list(shape)}".strip() if kinds or shape else ""),
             ("sends", f"{bytes_text(sent)}{' in total' * (kind == COLLECTIVE)}" if sent else ""),
@@ -178,22 +177,23 @@ class _Says:
             ("in", f"the {phase} pass" if phase and "backward" in self.phases else ""),
             ("FLOPs", f"{self.flops[bar]:,}" if self.flops[bar] else ""),
             ("between", f"ranks {of_group}" if kind == COLLECTIVE else ""),
-            ("waits for", self.awaited(bar) if kind == WAIT else ""),
-            ("meanwhile", f"rank {rank} waits for {self.awaited(beside) or 'other ranks'}" if beside >= 0 else ""),
+            *_row("waits for", *(self.awaited(bar) if kind == WAIT else ("", ""))),
+            *_row("meanwhile", *self.meanwhile(bar, rank)),
             ("types", self.codes["types"][bar]),
             ("written at", self.codes["where"][bar]),
         ]
 
-    def title(self, bar: int, axis: str) -> str:
+    def title(self, bar: int, axis: str) -> tuple[str, ...]:
+        """The parts of the heading: many bars have each of them."""
         kind, rank, item = (self.column[name][bar] for name in ("kind", "rank", "item"))
         op, how = self.score.op_names[self.column["op"][bar]], self.codes["reduction"][bar]
         if kind == WAIT:
-            return f"rank {rank} waits"
+            return f"rank {rank}", " waits", ""
         if kind == SEND:
-            return f"{op}: rank {rank} sends {self.carried(bar)} to rank {self.column['peer'][bar]}"
+            return f"{op}: rank {rank} sends ", self.carried(bar), f" to rank {self.column['peer'][bar]}"
         what = f", with {self.score.items[item].text}" if kind == COMPUTE and item >= 0 else ""
         over = f" over {axis}" if kind == COLLECTIVE and axis else ""
-        return f"rank {rank}: {op}{f' ({how})' if how else ''}{over}{what}"
+        return f"rank {rank}", f": {op}{f' ({how})' if how else ''}{over}", what
 
     def carried(self, bar: int) -> str:
         """The contents of a message."""
@@ -202,20 +202,25 @@ class _Says:
             ("", "activations of ", "gradients of ")[flow] + self.score.items[item].text if item >= 0 else "a message"
         )
 
-    def awaited(self, bar: int) -> str:
+    def awaited(self, bar: int) -> tuple[str, str]:
         """What a rank waits for: a message to it, or a collective with it, which ends when the wait does."""
         cause = self.causes.get((self.column["rank"][bar], self.column["end"][bar]), -1)
-        if cause < 0:
-            return ""
-        op = self.score.op_names[self.column["op"][cause]]
-        if self.column["kind"][cause] != SEND:
-            return op
+        op = self.score.op_names[self.column["op"][cause]] if cause >= 0 else ""
+        if cause < 0 or self.column["kind"][cause] != SEND:
+            return op, ""
         what = self.carried(cause) if self.column["item"][cause] >= 0 else op
-        return f"{what} from rank {self.column['rank'][cause]}"
+        return what, f" from rank {self.column['rank'][cause]}"
 
-    def wait_beside(self, bar: int) -> int:
-        """A wait of the rank while this bar is in transit."""
-        bars, waits = self.score.bars, self.waits[self.column["rank"][bar]]
+    def meanwhile(self, bar: int, rank: int) -> tuple[str, str, str]:
+        """The wait of the rank while this bar is in transit."""
+        bars, waits = self.score.bars, self.waits[rank]
         start, end = self.column["start"][bar], self.column["end"][bar]
         found = waits[(bars["start"][waits] < end) & (bars["end"][waits] > start)]
-        return int(found[0]) if len(found) else -1
+        if not len(found) or self.column["kind"][bar] not in (SEND, COLLECTIVE):
+            return "", "", ""
+        what, source = self.awaited(int(found[0]))
+        return f"rank {rank} waits for ", what or "other ranks", source
+
+
+def _row(what: str, *parts: str) -> Rows:
+    return list(zip((what, *[None] * len(parts)), parts))

@@ -1,5 +1,5 @@
 // Paints the pictures recorded by widgets/paper/scene.py on a canvas, and finds what is under the pointer.
-import { colours, el } from "./shell.js";
+import { colours, el, saying } from "./shell.js";
 import { LETTERS, hatch, shape } from "./canvas.js";
 
 const FINE = 20;
@@ -302,7 +302,7 @@ export class Scene {
 }
 
 // A tooltip in one line.
-export const hintText = (rows) => (rows ?? []).filter((row) => row && row[1] !== "").map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
+export const hintText = (rows) => saying(rows).map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
 
 function fillAndStroke(pen, fill, edge) {
   if (fill) {
