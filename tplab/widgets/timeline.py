@@ -31,17 +31,13 @@ class Timeline(Card):
     end = traitlets.Float(1.0, min=0.0, max=1.0).tag(sync=True)
 
     def __init__(self, of: Score | Overlay, step: float = 0, measured: Durations | None = None):
-        self.of, self.comparison, self.measured = of, None, measured or Durations()
+        self.of, self.num_steps, self.comparison, self.measured = of, of.num_steps, None, measured or Durations()
         if isinstance(of, Overlay):
             self.comparison, self.sentence = of.comparison, overlay.sentence(of)
             super().__init__(score=overlay.sent(of), step=step)
         else:
             self.sentence = f"{words.summary(of, 'Timeline')} {self.measured.sentence}".strip()
             super().__init__(score=payload.timeline(of, self.measured, by_kind=True), step=step)
-
-    @property
-    def num_steps(self) -> int:
-        return self.of.num_steps
 
     def picture(self) -> bytes:
         if isinstance(self.of, Overlay):

@@ -1,8 +1,8 @@
 // Paints the pictures recorded by widgets/paper/scene.py on a canvas, and finds what is under the pointer.
 import { colours, el, saying } from "./shell.js";
-import { LETTERS, hatch, shape } from "./canvas.js";
 
 const FINE = 20;
+const LETTERS = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace';
 const SMALL = 9.5; // of letters
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
 const READ = 300; // the most things that are listed for screen readers, after their number
@@ -312,6 +312,29 @@ function fillAndStroke(pen, fill, edge) {
   if (!edge) return;
   pen.strokeStyle = edge;
   pen.stroke();
+}
+
+function shape(pen, x, y, width, height, radius) {
+  pen.beginPath();
+  if (radius) pen.roundRect(x, y, width, Math.max(height, 0.5), Math.min(radius, width / 2));
+  else pen.rect(x, y, width, Math.max(height, 0.5));
+}
+
+function hatch(pen, colour, ratio) {
+  const tile = document.createElement("canvas"), size = 6 * ratio;
+  tile.width = tile.height = Math.round(size);
+  const lines = tile.getContext("2d");
+  lines.strokeStyle = colour;
+  lines.lineWidth = 1.3 * ratio;
+  for (const shift of [-1, 0, 1]) {
+    lines.beginPath();
+    lines.moveTo(shift * tile.width - 1, tile.height + 1);
+    lines.lineTo((shift + 1) * tile.width + 1, -1);
+    lines.stroke();
+  }
+  const pattern = pen.createPattern(tile, "repeat");
+  pattern.setTransform?.(new DOMMatrix().scale(1 / ratio));
+  return pattern;
 }
 
 // White or nearly black, whichever is easier to read on a colour.
