@@ -313,11 +313,16 @@ print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 #
 # ## A bug to repair
 #
+# Here is the MLP half once more. Its output is right, and so is the loss, but not every gradient. Repair it, and let each
+# rank do the norm of its own tokens alone.
+#
+# <details><summary>A hint</summary>
+#
 # There are two ways to gather. After `gather_from` all ranks do *the same*, so its backward pass takes this rank's
 # piece of the gradient, and sends nothing. After `all_gather` each rank does something *different*, so its backward
-# pass adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is
-# the MLP with the wrong one. Its output is right, and so is the loss. Repair it, and let each rank do
-# the norm of its own tokens alone.
+# pass adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.)
+#
+# </details>
 
 # %%
 def sequence_mlp(x, scale, a, b):  # x [B, S/tp, D]   ->   [B, S/tp, D]

@@ -121,12 +121,7 @@ class Cluster:
     @property
     def label(self) -> str:
         """The name of a clock on this cluster: "modelled, data sheet", or "forecast, ±5 %"."""
-        return "modelled, data sheet" if self.fitted is None else self.kind_text
-
-    @property
-    def kind_text(self) -> str:
-        """The kind, and a forecast's median error in one node: "data sheet", "forecast, ±5 %"."""
-        return self.kind_on(1)
+        return "modelled, data sheet" if self.fitted is None else self.kind_on(1)
 
     def kind_on(self, num_ranks: int) -> str:
         """The kind, and a forecast's median error on rows that it has not seen, for a program on `num_ranks` ranks.

@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 
 from tplab.jax.ranks.context import vary
-from tplab.jax.tracing.jaxprs import LAYOUTS, called, folded, followed
+from tplab.jax.tracing.jaxprs import LAYOUTS, called, folded, followed, reached
 
 Var = Any
 """A variable of a jaxpr: the result of an equation, or an input."""
@@ -78,16 +78,13 @@ class Equations:
 
     def needed_for(self, wanted: Iterable[Any], given: Iterable[Var] = ()) -> set[int]:
         """The places of the equations that these results need if the variables `given` are known."""
-        given, found = set(given), set()
-        pending = [var for var in wanted if not is_literal(var)]
-        while pending:
-            var = pending.pop()
-            place = self._maker.get(var)
-            if var in given or place is None or place in found:
-                continue
-            found.add(place)
-            pending += [atom for atom in self._equations[place].invars if not is_literal(atom)]
-        return found
+        given = set(given)
+
+        def makers(atoms: Iterable[Any]) -> list[int]:
+            unknown = (atom for atom in atoms if not is_literal(atom) and atom not in given)
+            return [self._maker[var] for var in unknown if var in self._maker]
+
+        return set(reached(makers(wanted), lambda place: makers(self._equations[place].invars)))
 
     def part(self, wanted: Sequence[Any], given: Iterable[Var] = ()) -> Part:
         """The part that computes `wanted` from `given` and the inputs."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
-from typing import TypeVar
 
 import numpy as np
 
 from tplab.jax.tracing.hlo import BRANCHES, Groups, Instruction, iota
+from tplab.jax.tracing.jaxprs import reached
 from tplab.mesh import Mesh
 
 _VIEWS = {
@@ -24,20 +24,6 @@ _VIEWS = {
 _HANDED_ON = _VIEWS - {"slice", "dynamic-slice"} | {"get-tuple-element"}
 _SHARDING = r"\bsharding=\{(?:(replicated)|devices=\[([\d,]+)\](?:<=(\S+?)|([\d,]+))[ }])"
 """The sharding of a parameter. For 2 x 1 pieces, each on 4 ranks: {devices=[2,1,4]<=[8] last_tile_dim_replicate}."""
-
-Place = TypeVar("Place", bound=Hashable)
-
-
-def reached(starts: Iterable[Place], following: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:
-    """Everything that can be reached from `starts`, once each, the nearest first. What follows a place is asked for
-    after it has been used."""
-    pending, seen = list(starts), set[Place]()
-    for place in pending:
-        if place not in seen:
-            seen.add(place)
-            yield place
-            pending += following(place)
-
 
 # --- backwards --------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from tplab.cost import collectives as cost
-from tplab.jax.tracing.flow import back, before, is_given, needed_by, reached, walk
+from tplab.jax.tracing.flow import back, before, is_given, needed_by, walk
 from tplab.jax.tracing.hlo import Array, Instruction
+from tplab.jax.tracing.jaxprs import reached
 from tplab.mesh import Mesh
 
 

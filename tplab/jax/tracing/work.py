@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from tplab.jax.tracing.flow import inside, is_given, reached
+from tplab.jax.tracing.flow import inside, is_given
 from tplab.jax.tracing.hlo import Array, Instruction
+from tplab.jax.tracing.jaxprs import reached
 from tplab.jax.tracing.sending import as_written, is_inserted
+from tplab.jax.tracing.tasks import Task
 
 PASSED_ON = {
     "bitcast", "copy-start", "opt-barrier", "optimization-barrier", "domain", "get-tuple-element", "recv",
@@ -28,45 +29,34 @@ _COPIES = {
 }  # fmt: skip
 
 
-class Work(NamedTuple):
-    """main     the instruction that characterises it: a fusion's product, if it has one
-    array    its result, or the first of several
-    rate     the dtype in which it computes: that of a product's operands
-    matmul   (m, n, k, batch) of that product
-    """
+class Works(dict[Instruction, Task | None]):
+    """The work of a module's instructions, as tasks of `ranks` that need nothing; None for an instruction that moves no
+    data. Each is analysed once, however often it runs."""
 
-    main: Instruction
-    array: Array
-    rate: str
-    flops: int
-    num_bytes: int
-    matmul: tuple[int, int, int, int] | None = None
+    def __init__(self, ranks: tuple[int, ...]):
+        self.ranks = ranks
 
-
-class Works(dict[Instruction, Work | None]):
-    """The work of a module's instructions; None for one that moves no data. Each is analysed once, however often it
-    runs."""
-
-    def __missing__(self, one: Instruction) -> Work | None:
+    def __missing__(self, one: Instruction) -> Task | None:
         arrays = [array for x in (one, *one.operands) for array in x.arrays]
         is_free = one.op in FREE or all(array.size == 1 for array in arrays) or hands_on(one)
-        self[one] = work = None if is_free else _work_of(one)
+        self[one] = work = None if is_free else self._of(one)
         return work
 
-
-def _work_of(one: Instruction) -> Work:
-    """The work of an instruction. A fusion counts all FLOPs inside it, but only the bytes that go in and out."""
-    array, parts = as_written(one), {part: _flops(part) for part in inside(one)}
-    products = list(filter(is_product, parts))
-    about = sum(parts.values()), num_bytes(one)
-    if not products:
-        # a fusion without a name from XLA is named after the last instruction inside it that has one
-        named = [part for part in parts if part.primitive and not is_inserted(part)]
-        return Work(one if one.primitive or not named else named[-1], array, array.dtype, *about)
-    main = max(products, key=parts.__getitem__)
-    factors = [as_written(operand) for operand in main.operands[:2]]
-    rate = max(factors, key=lambda factor: factor.itemsize).dtype
-    return Work(main, array, rate, *about, _matmul(main, factors))
+    def _of(self, one: Instruction) -> Task:
+        """A fusion counts all FLOPs inside it, but only the bytes that go in and out. It is named after its product, if
+        it has one; else, if XLA gives it no name, after the last instruction inside it that has one."""
+        array, parts = as_written(one), {part: _flops(part) for part in inside(one)}
+        rate, matmul = array.dtype, None
+        if products := list(filter(is_product, parts)):
+            main = max(products, key=parts.__getitem__)
+            factors = [as_written(operand) for operand in main.operands[:2]]
+            rate, matmul = max(factors, key=lambda factor: factor.itemsize).dtype, _matmul(main, factors)
+        else:
+            named = [part for part in parts if part.primitive and not is_inserted(part)]
+            main = one if one.primitive or not named else named[-1]
+        op, where = main.primitive or one.primitive or one.op, one.module.where(main) or one.module.where(one)
+        about = array.shape, array.dtype, num_bytes(one), where, sum(parts.values())
+        return Task("compute", op, self.ranks, (), *about, phase=main.phase, rate=rate, matmul=matmul)
 
 
 def is_product(one: Instruction) -> bool:
