@@ -38,7 +38,7 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
     if trails is None or not line:
         return
     if (op := trails.first_wrong()) is not None and op.line == line:
-        yield from _by_another_number(trails, op)
+        yield from _by_another_number(facts, trails, op)
         yield from _of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
     yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
@@ -122,13 +122,13 @@ def of_value(facts: Facts, made: np.ndarray | None) -> tuple[str, list[Hypothesi
     facts.wants_trails = True
     if (trails := facts.trails) is None or made is None or (op := trails.first_wrong(made)) is None:
         return "", []
-    ways = _of_parts(facts, trails, op, made), _by_another_number(trails, op), _of_faults(facts, trails, made)
+    ways = _of_parts(facts, trails, op, made), _by_another_number(facts, trails, op), _of_faults(facts, trails, made)
     return op.line, [*itertools.chain(*ways)]
 
 
 def of_reads(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
     """Yield the first number that the program reads and goes on with, if it is not the reference's."""
-    for read in trails.reads()[:1]:
+    for read in trails.reads()[: not facts.goes_on]:
         for maker in trails.makers_of(read):
             yield from _of_parts(facts, trails, maker, read.values[0])
         for told, values in trails.wanted(read):
@@ -188,17 +188,21 @@ def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarra
     return None if is_whole else (held, want)
 
 
-def _by_another_number(trails: Trails, op: Op) -> Iterator[Hypothesis]:
-    """Yield the repair of a line by whose number all ranks multiply, while the reference multiplies by another one."""
-    held, theirs = trails.ops_of(op.key)
-    numbers, want = {one.times for one in held.values()}, theirs and theirs.times
-    if want and len(numbers) == 1 and (was := numbers.pop()) and gap(was, want) > 1e-6 * abs(want):
+def _by_another_number(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
+    """Yield the repair of a line by whose numbers all ranks multiply, while the reference multiplies by others."""
+    if not (pairs := trails.numbers_at(op)):
+        return
+    was, wants = (" and ".join(map(plain, some)) for some in zip(*pairs))
+    cause = f"this line multiplies by {was}, and in the reference by {wants}: the number comes from what a rank has, "
+    cause += "where that of the whole is meant, or the other way round"
+    if facts.goes_on:
         cause = (
-            f"this line multiplies by {plain(was)}, and in the reference by {plain(want)}: the number comes from what "
-            "a rank has, where that of the whole is meant, or the other way round"
+            f"this line multiplies by {was}, and in the run that goes on by {wants}: the number comes from what was "
         )
-        words = f"multiplication by {plain(want)} in place of {plain(was)} at {op.line}"
-        yield Hypothesis(Repair("factor", words, op.line, was=was, by=want), cause, op.line)
+        cause += "not restored when the script was started again, such as a count of steps"
+    words = f"multiplication by {wants} in place of {was} at {op.line}"
+    repair, *also = (Repair("factor", words, op.line, was=has, by=want) for has, want in pairs)
+    yield Hypothesis(repair, cause, op.line, also=tuple(also))
 
 
 def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
@@ -231,7 +235,8 @@ def _pieces(part: np.ndarray, facts: Facts, name: str) -> str:
 def _of_faults(facts: Facts, trails: Trails, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
     """Yield the operations that may be at fault, each with the reference's values in place of its result: if what comes
     after it is then right, the fault is there. made: see `Trails.first_wrong`"""
-    for first, op in itertools.islice(trails.faults(made), MOST_FAULTS):
+    most = 0 if facts.goes_on else MOST_FAULTS  # only the first rank's operations are known after a restart
+    for first, op in itertools.islice(trails.faults(made), most):
         yield from _in_its_place(facts, trails, op, first, in_forward=made is None)
 
 
@@ -250,7 +255,7 @@ def _in_its_place(
         by = "" if first.line == op.line else f" from what {first.line} computes"
         repair = Repair("put", f"the reference's values in place of what {op.line} computes{by}", op.line,
                         values=values, times=facts.number)  # fmt: skip
-        told = next(trails.wanted(first), (words,))[0] if is_alike else words
+        told = next(trails.wanted(first), (words,))[0] if is_alike and first is not op else words
         cause = f"{'in the forward pass, ' * in_forward}{inputs} wrong: {told}{_too_much(facts, trails, values)}"
         yield Hypothesis(repair, cause, first.line, is_forward=is_first and (many or not in_forward))
 

@@ -250,11 +250,6 @@ def fitted(piece: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return piece if np.count_nonzero(piece) != np.count_nonzero(cut) else cut
 
 
-def filled(piece: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Return the piece with zeros at its end, so that it has this shape."""
-    return np.pad(piece, [(0, size - has) for size, has in zip(shape, piece.shape)]) if piece.shape != shape else piece
-
-
 def _way(whole: np.ndarray, layout: Layout, mesh: Mesh) -> Way:
     groups = [(axes, mesh.groups(axes)) for axes in axis_sets(mesh, without=layout.spec.axis_names)]
     return Way({rank: take(whole, layout, mesh, rank) for rank in mesh.ranks}, groups, layout)
@@ -344,10 +339,10 @@ def _of_dim(mine: int, whole: int, num_ranks: int, most_orders: int | None) -> I
     if not mine or mine > whole:
         return
     count, stride = -(-whole // mine), (whole - mine) // max(num_ranks - 1, 1)
-    if whole % mine and stride * (num_ranks - 1) == whole - mine and stride:  # parts that overlap, as with a halo
-        yield lambda rank: np.arange(rank * stride, rank * stride + mine)
-    if whole % mine:  # the last part is shorter, or filled up with zeros
+    if whole % mine:  # the last part is shorter, or filled up with zeros; or parts overlap, as with a halo
         yield from [lambda rank: np.arange(whole)[rank * mine :][:mine]] * (count == num_ranks)
+        if stride and stride * (num_ranks - 1) == whole - mine:
+            yield lambda rank: np.arange(rank * stride, rank * stride + mine)
         return
     most = num_ranks // count  # up to so many neighbours may share a part, as along an axis of a mesh
     for apart in (n for n in range(1, most + 1) if num_ranks % (n * count) == 0):

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tplab.checking.gaps import largest
-from tplab.checking.observed import PRECISION, Observed, deals, factor_between, filled, find_spread, in_step, whose
+from tplab.checking.gaps import filled, largest
+from tplab.checking.observed import PRECISION, Observed, deals, factor_between, find_spread, in_step, whose
 from tplab.units import plain
 
 T = TypeVar("T")
@@ -90,9 +90,11 @@ def reached(ends: Iterable[T], before: Callable[[T], Iterable[T]]) -> dict[T, No
 
 
 class Trails:
-    """The trails of all ranks beside the reference's."""
+    """The trails of all ranks beside the reference's. sets_up: whether ranks run operations that it does not, and that
+    are right, as those with which a script starts again"""
 
-    def __init__(self, ours: Sequence[Trail], theirs: Trail):
+    def __init__(self, ours: Sequence[Trail], theirs: Trail, sets_up: bool = False):
+        self._sets_up = sets_up
         self._ours, self._trails = ours, [*ours, theirs]
         *self._by_key, self._theirs = ({op.key: op for op in trail.ops} for trail in self._trails)
         for name, runs in self._shared().items():
@@ -192,6 +194,19 @@ class Trails:
         ]
         are_right = [all(np.allclose(x, want, self.precision) for x in mine) for mine, want in held]
         return [op for op, is_right in zip(reads, are_right) if not is_right]
+
+    def numbers_at(self, op: Op) -> list[tuple[float, float]]:
+        """Return the numbers by which a wrong operation and others of its line multiply on all ranks, if the reference
+        multiplies by other numbers: both."""
+        pairs = dict[float, float]()
+        for one in [op, *(other for other in self._ends.ops if other.line == op.line)]:
+            held, theirs = self.ops_of(one.key)
+            numbers, want = {other.times for other in held.values()}, theirs and theirs.times
+            if want and len(numbers) == 1 and (was := numbers.pop()) and abs(was - want) > 1e-6 * abs(want):
+                pairs.setdefault(was, want)
+            elif one is op:
+                return []
+        return [*pairs.items()]
 
     def makers_of(self, op: Op) -> list[Op]:
         """Return the operations that made the inputs of one."""
@@ -325,7 +340,7 @@ class Trails:
     def _is_right_value(self, op: Op, number: int) -> bool:
         other = self._theirs.get(op.key)
         if other is None:
-            return False
+            return self._sets_up
         if len(other.values) != len(op.values):  # as for a tensor that is cut into one piece per rank, or gathered
             ops = self._ends.ops
             return all(at >= len(ops) or self._is_right(ops[at]) for at in op.inputs)
@@ -360,9 +375,9 @@ class Trails:
                     return found
         return ""
 
-    def lost_on_the_way(self) -> Iterator[tuple[Op, int, str, dict[int, np.ndarray]]]:
-        """Yield results of operations to which another gradient comes back than the reference's, though what takes them
-        gets a right one: the operation, the number of the result, how the gradient differs, and the expected ones."""
+    def lost_on_the_way(self) -> Iterator[tuple[Op, str, dict[int, dict[int, np.ndarray]]]]:
+        """Yield operations to whose results another gradient comes back than the reference's, though what takes them
+        gets a right one: the operation, how the gradient differs, and the expected ones by number of the result."""
         known = set[Key]()
         for trail in self._ours:
             consumers = self._consumers(trail)
@@ -378,18 +393,20 @@ class Trails:
                 ):
                     continue
                 known.add(op.key)
+                wanted, words = dict[int, dict[int, np.ndarray]](), list[str]()
                 for place in sorted({*op.arrived} & {*theirs.arrived}):
-                    has = {
-                        rank: ops[op.key].arrived.get(place) for rank, ops in enumerate(self._by_key) if op.key in ops
-                    }
-                    want = theirs.arrived[place]
-                    shapes = [x.shape for x in has.values() if x is not None]
-                    ways = [dict.fromkeys(has, want)] if {*shapes} == {want.shape} and want.any() and want.ndim else []
+                    arrived = {rank: x for rank, one in self.ops_of(op.key)[0].items()
+                               if (x := one.arrived.get(place)) is not None}  # fmt: skip
+                    want, shapes = theirs.arrived[place], [x.shape for x in arrived.values()]
+                    ways = (
+                        [dict.fromkeys(arrived, want)] if {*shapes} == {want.shape} and want.any() and want.ndim else []
+                    )
                     ways += _uneven(want, shapes) if len(shapes) == len(self._ours) > 1 and not ways else []
-                    for found in ways:
-                        words = [difference(x, found[rank]) for rank, x in has.items() if x is not None]
-                        if first := next(filter(None, words), ""):
-                            yield op, place, first, found
+                    told = [[*filter(None, (difference(x, way[rank]) for rank, x in arrived.items()))] for way in ways]
+                    if told and all(told):
+                        wanted[place], words = ways[0], [*words, told[0][0]]
+                if wanted:
+                    yield op, words[0], wanted
 
     def _climb(self, trail: Trail, consumers: Mapping[int, list[int]], number: int, wrong: Observed | None) -> str:
         """Go from an operation that passes on a wrong gradient towards the loss, to the one that makes it wrong."""
