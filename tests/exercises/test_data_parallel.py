@@ -57,6 +57,9 @@ WRONG = {
     ),
     "leaves torch's global generator in another state": seeded,
     "its loss has no graph: it is detached, or made": lambda logits, targets: RIGHT[0](logits, targets).detach(),
+    "No gradient reaches the logits": lambda logits, targets: torch.tensor(
+        RIGHT[0](logits, targets).item(), requires_grad=True
+    ),
     "A rank without targets needs gradients of 0 too": lambda logits, targets: (
         RIGHT[0](logits, targets) if count(targets) else RIGHT[0](logits, targets).new_zeros(())
     ),
@@ -311,7 +314,7 @@ def test_right_replicas(fn):
         (in_reverse, "p.grad has the mean of another parameter's gradients"),
         (adds_the_mean, "the mean is added to the rank's own gradient"),
         (seeds, "leaves torch's global generator in another state"),
-        (steps_too, "it changes 0.weight in place"),
+        (steps_too, "it changes 0.weight in place, but a step is the optimizer's task"),
         (lambda model: model.zero_grad, "it leaves no gradient: p.grad is None"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),
         (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "the gradients are not the means over"),

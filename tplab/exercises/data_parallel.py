@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.damage import Untouched
+from tplab.exercises.damage import PARAMETER, Untouched
 from tplab.exercises.drawn import Timed
 from tplab.exercises.verdict import (
     Refused,
@@ -136,6 +136,7 @@ def _known(counted: np.ndarray) -> dict[str, np.ndarray]:
         "which number of tokens per rank belongs to that?": 1 / num_ranks,
         "This is the sum of the losses. What must it be divided by?": total / num_ranks,
         "The tokens that are ignored are counted in the denominator.": total / counted.size,
+        "No gradient reaches the logits: is the loss made anew, from a number?": 0,
     }
     return {text: np.where(counted, weight, 0.0) for text, weight in known.items()}
 
@@ -226,7 +227,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
             parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
 
     def program(model: Any, xs: Any) -> list[list[Any]]:
-        before = Untouched(dict(model.named_parameters()))
+        before = Untouched(dict(model.named_parameters()), instead=PARAMETER)
         finish, found = my_replicas(model), []
         if not callable(finish):
             raise TypeError(f"it returned {finish!r}; return the function that is called after the backward pass")
