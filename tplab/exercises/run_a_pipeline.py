@@ -99,12 +99,12 @@ def check_train_split(fn: Train) -> Verdict:
         but(
             "rank 1 sends its first gradient of x late. In a schedule whose W all come last, it has by then computed "
             f"as much as\n{early / 2:.0f} forward passes, although its first I comes after one. The rank before it "
-            "waits for that: send it in the action I, in the schedule's order."
+            "waits for that: send it in the I action, in the schedule's order."
         )
     if (done := min(shares)) < ENOUGH:
         but(
-            f"the actions I have computed them. In a schedule whose W all come last, rank {shares.index(done)} has "
-            f"{done:.0%} of\nthe weights' gradients left after its last I. An action I should compute only what the "
+            f"they are computed in I actions. In a schedule whose W all come last, rank {shares.index(done)} has "
+            f"{done:.0%} of\nthe weights' gradients left after its last I. An I action should compute only what the "
             "rank before it is waiting for."
         )
     for rule in (zb_h1, one_f_one_b):
@@ -120,8 +120,8 @@ def check_train_split(fn: Train) -> Verdict:
     more = f"on two ranks a batch takes {100 * (split / whole - 1):.0f}% more FLOPs with I and W than with B"
     if split > MOST_WORK * whole:
         but(
-            f"{more}.\nIs something computed and not used, or a forward pass run again? An action I needs only the "
-            "gradient of x, and a W only those of the weights."
+            f"{more}.\nIs something computed and not used, or a forward pass run again? An I action needs only the "
+            "gradient of x, and a W action only those of the weights."
         )
     text = " is right: loss and every gradient, for 1F1B, ZB-H1 and ZB-H2 on 1, 2, 3 and 4 ranks."
     if split > 1.02 * whole:  # a smaller excess is additions, counted only where torch shows them
