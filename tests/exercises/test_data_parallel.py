@@ -140,6 +140,19 @@ def keeps_the_first(model):
     return finish
 
 
+def clears_at_once(model):
+    finish = by_hooks(model)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+    return finish
+
+
+def scales_first(model):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: p.grad.div_(axis_size("dp")))
+    return by_hooks(model, op="sum")
+
+
 def late(model):
     return lambda: average_gradients(model, "dp", bucket_bytes=1e9)
 
@@ -289,7 +302,7 @@ def steps_too(model):
     return finish_and_step
 
 
-@pytest.mark.parametrize("fn", [by_hooks, with_the_same_start])
+@pytest.mark.parametrize("fn", [by_hooks, with_the_same_start, scales_first])
 def test_right_replicas(fn):
     verdict = check_replicas(fn)
     assert verdict.passed, verdict
@@ -314,6 +327,7 @@ def test_right_replicas(fn):
         (in_reverse, "p.grad has the mean of another parameter's gradients"),
         (adds_the_mean, "the mean is added to the rank's own gradient"),
         (seeds, "leaves torch's global generator in another state"),
+        (clears_at_once, "a tensor is written while its all_reduce is under way"),
         (steps_too, "it changes 0.weight in place, but a step is the optimizer's task"),
         (lambda model: model.zero_grad, "it leaves no gradient: p.grad is None"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),
