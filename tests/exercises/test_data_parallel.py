@@ -141,15 +141,21 @@ def keeps_the_first(model):
 
 
 def clears_at_once(model):
+    def clear(p):
+        p.grad.zero_()
+
     finish = by_hooks(model)
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+        p.register_post_accumulate_grad_hook(clear)
     return finish
 
 
 def scales_first(model):
+    def scale(p):
+        p.grad.div_(axis_size("dp"))
+
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.div_(axis_size("dp")))
+        p.register_post_accumulate_grad_hook(scale)
     return by_hooks(model, op="sum")
 
 
