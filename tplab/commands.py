@@ -99,7 +99,11 @@ def ranks_per_node(text: str) -> int:
     counts its GPUs or, if it has none, its CPU cores. The count is printed. Raises ValueError."""
     if text not in ("auto", "cpu", "gpu"):
         return whole(text, "--nproc-per-node", ", or gpu, cpu or auto: as many as this machine has")
-    gpus = 0 if text == "cpu" else _num_gpus()
+    gpus = 0
+    if text != "cpu":
+        from tplab.torch.scripts import num_gpus
+
+        gpus = num_gpus()
     if text == "gpu" and not gpus:
         raise ValueError(
             "--nproc-per-node is 'gpu', and this machine has none; give a number: simulated ranks need none"
@@ -107,12 +111,6 @@ def ranks_per_node(text: str) -> int:
     found, kind = (gpus, "GPU") if gpus else (os.cpu_count() or 1, "CPU core")
     print(f"--nproc-per-node {text}: {found}, because this machine has {found} {kind}{'s' * (found > 1)}")
     return found
-
-
-def _num_gpus() -> int:
-    from tplab.torch.scripts import num_gpus
-
-    return num_gpus()
 
 
 def whole(text: str, what: str, why: str = "") -> int:

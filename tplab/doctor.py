@@ -13,7 +13,7 @@ from tplab.parser import Parser, ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if it is the same model, 1 if it is not, 2 if it could not run, 3 if the runs do not tell."""
+    """Run the command; 0 for the same model, 1 for another one or log, 2 if it could not run, 3 if runs do not tell."""
     given = _parser().parse_args(arguments)
     try:
         leave_working_directory_out()
@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m tplab.doctor",
         description="Run a training script on simulated ranks, and again on one rank, and say what is first wrong: "
-        "the quantity, the factor, the line, and its cause. Exit code: 0 for the same model, 1 for another one, 2 "
-        "if the script could not run, 3 if the two runs do not tell.",
+        "the quantity, the factor, the line, and its cause. Exit code: 0 for the same model, 1 for another one or "
+        "another log, 2 if the script could not run, 3 if the two runs do not tell.",
     )
     add = parser.add_argument
     add("--nproc-per-node", "--nproc_per_node", metavar="N", help="simulated ranks, or gpu, cpu, auto; or give --mesh")

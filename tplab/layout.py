@@ -72,16 +72,6 @@ def take(whole: Any, layout: Layout, mesh: Mesh, rank: int) -> Any:
     return whole
 
 
-def local_shape_of(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """The shape of the part that `rank` holds."""
-    sizes = list(shape)
-    for dim, entry in enumerate(layout.spec):
-        if entry is not None:
-            rows = ranges(sizes[dim], layout.parts, mesh.index(rank, entry), mesh.axis_size(entry))
-            sizes[dim] = sum(map(len, rows))
-    return tuple(sizes)
-
-
 def layouts_for(shape: Sequence[int], local_shapes: Sequence[Sequence[int]], mesh: Mesh) -> list[Layout]:
     """Every layout under which the ranks would hold pieces of these shapes, the simplest first.
 

@@ -6,7 +6,7 @@ runs. The overlapped layers keep their weights in this order too: `async_weight`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tplab.errors import ShapeError, one_of
@@ -86,13 +86,87 @@ def scatter_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lane
     return Lanes(up, down, own)
 
 
-def check_parts(num_parts: int, num_ranks: int, axis: Axis, way_out: str) -> None:
-    """Raise ShapeError unless ring_reduce_scatter has one part for each rank; `way_out` is code that makes the list."""
-    if num_parts != num_ranks:
-        raise ShapeError(
-            f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, but got "
-            f"{num_parts}; {way_out} makes a list of them"
-        )
+def rings_over(
+    module: str,
+    *,
+    axis_size: Callable[[Axis], int],
+    ready: Callable[[Any, Axis], Any],
+    starts: Callable[[Any], object],
+    hop: Callable[[Any, Axis, int], Any],
+    landed: Callable[[Any], Any],
+    add: Callable[[Any, Any], Any],
+    halves: Callable[[Any, int], tuple[Any, Any]],
+    join: Callable[[Any, Any, int], Any],
+    split: str,
+) -> tuple[Callable[..., list[Any]], Callable[..., Any]]:
+    """`ring_all_gather` and `ring_reduce_scatter` of a framework, in its `module`. All functions but the first take
+    structures of arrays.
+
+    ready    what a ring needs of the arrays     starts   is told of the arrays that are sent first
+    hop      begins to pass arrays on            landed   waits for what arrives
+    halves   cuts every array in two             join     the reverse          split   code that makes a list of parts
+    """
+
+    def ring_all_gather(x: Any, axis: Axis, direction: Direction = "up", dim: int = -1) -> list[Any]:
+        """Every rank's x, in the order in which they arrive around a ring.
+
+        x          an array, or any structure of arrays
+        "up"       R pieces, place k from index i - k;  R-1 hops
+        "down"     R pieces, place k from index i + k;  R-1 hops
+        "both"     R pieces in the order of "up"; ceil((R-1)/2) hops up while floor((R-1)/2) go down
+        "split"    2R halves, cut in two along `dim`: the first halves as "up", then the second halves as "down"
+        cost       (R-1) x is sent by each rank
+        """
+        lanes = gather_lanes(0, axis_size(axis), 1, direction)  # the rank's index does not matter here
+        first = second = x = ready(x, axis)
+        if direction == "split":
+            first, second = halves(x, dim)
+        up, down = [first], [second]
+        for number in range(max(len(lanes.up), len(lanes.down))):  # both at once
+            rising = hop(up[-1], axis, 1) if number < len(lanes.up) else None
+            sinking = hop(down[-1], axis, -1) if number < len(lanes.down) else None
+            up += [] if rising is None else [landed(rising)]
+            down += [] if sinking is None else [landed(sinking)]
+        return [*up, *down] if direction == "split" else [x, *lanes.in_places(up[1:], down[1:])]
+
+    def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction = "up", dim: int = -1) -> Any:
+        """Add up one part of every rank's list: each rank ends with one sum.
+
+        parts      R arrays (or structures of them), in the order in which ring_all_gather returns them
+        "up"       index i gets sum_j parts_j[(j-1-i) mod R];  R-1 hops to i + 1
+        "down"     index i gets sum_j parts_j[(i-j-1) mod R];  R-1 hops to i - 1
+        "both"     the sums of "up"; ceil((R-1)/2) hops up while floor((R-1)/2) go down
+        "split"    parts cut in two along `dim`: the first halves as "up", the second as "down", joined again
+        cost       (R-1)/R of all parts is sent by each rank
+        """
+        num_ranks, parts = axis_size(axis), list(parts)
+        if len(parts) != num_ranks:
+            raise ShapeError(
+                f"ring_reduce_scatter needs one part for each of the {num_ranks} ranks of axis {axis!r}, but got "
+                f"{len(parts)}; {split.format(num_ranks)} makes a list of them"
+            )
+        first = second = parts = ready(parts, axis)
+        lanes = scatter_lanes(0, num_ranks, 1, direction)  # the part at place k is for the rank at distance k + 1
+        if direction == "split":
+            first, second = zip(*(halves(part, dim) for part in parts), strict=True)
+        rising, sinking = [first[p.distance - 1] for p in lanes.up], [second[p.distance - 1] for p in lanes.down]
+        starts([rising[:1], sinking[:1]])
+        up = down = None
+        for number in range(max(len(rising), len(sinking))):  # both sums at once; a part is added before each hop
+            going_up = hop(plus(up, rising[number]), axis, 1) if number < len(rising) else None
+            going_down = hop(plus(down, sinking[number]), axis, -1) if number < len(sinking) else None
+            up = up if going_up is None else landed(going_up)
+            down = down if going_down is None else landed(going_down)
+        if direction == "split":
+            return join(plus(up, first[-1]), plus(down, second[-1]), dim)
+        return plus(down, plus(up, parts[-1]))
+
+    def plus(received: Any, part: Any) -> Any:
+        return part if received is None else add(received, part)
+
+    for made in (ring_all_gather, ring_reduce_scatter):
+        made.__module__, made.__qualname__ = module, made.__name__
+    return ring_all_gather, ring_reduce_scatter
 
 
 # --- weights of the overlapped layers, kept in the order in which a ring brings what they multiply -------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, Literal
 
 from tplab.errors import ShapeError, SpecError
@@ -114,7 +115,7 @@ def share(
 def check_spec(shape: Sequence[int], spec: P, mesh: Mesh) -> None:
     """Raise SpecError or ShapeError if a tensor of `shape` cannot be sharded over `mesh` as `spec` says."""
     _check_names(spec, mesh)
-    _check_dims(spec, shape, "the tensor")
+    check_dims(spec, shape, "the tensor of")
     for dim, entry in enumerate(spec):
         if names := names_in(entry):
             share(shape[dim], mesh.axis_size(names), f"dim {dim} has size", axis=names)
@@ -132,10 +133,11 @@ def _check_names(spec: P, mesh: Mesh) -> None:
             raise SpecError(f"{spec} names axis {name!r}, which {mesh} does not have; its axes are {listed}")
 
 
-def _check_dims(spec: P, shape: Sequence[int], whose: str) -> None:
+def check_dims(spec: P, shape: Sequence[int], whose: str) -> None:
+    """Raise SpecError if a spec has more entries than dims. whose: "the tensor of"."""
     if len(spec) > len(shape):
         raise SpecError(
-            f"{spec} has {len(spec)} entries, and {whose} of shape {tuple(shape)} has {len(shape)} dims; "
+            f"{spec} has {len(spec)} entries, and {whose} shape {tuple(shape)} has {len(shape)} dims; "
             f"give at most one entry per dim"
         )
 
@@ -143,16 +145,15 @@ def _check_dims(spec: P, shape: Sequence[int], whose: str) -> None:
 def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the piece that each rank holds of a tensor of global `shape`."""
     check_spec(shape, spec, mesh)
-    parts = [_num_parts(entry, mesh) for entry in spec] + [1] * (len(shape) - len(spec))
-    return tuple(size // part for size, part in zip(shape, parts, strict=True))
+    return tuple(map(len, held_by(shape, spec, mesh, 0, "equal")))
 
 
 def global_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole tensor of which each rank holds a piece of local `shape`."""
     _check_names(spec, mesh)
-    _check_dims(spec, shape, "each rank's piece")
-    parts = [_num_parts(entry, mesh) for entry in spec] + [1] * (len(shape) - len(spec))
-    return tuple(size * part for size, part in zip(shape, parts, strict=True))
+    check_dims(spec, shape, "each rank's piece of")
+    parts = [math.prod(mesh.shape[name] for name in names_in(entry)) for entry in spec]
+    return tuple(size * part for size, part in zip_longest(shape, parts, fillvalue=1))
 
 
 def held_by(shape: Sequence[int], spec: P, mesh: Mesh, rank: int, rule: Rule = "ceil") -> tuple[range, ...]:
@@ -230,7 +231,3 @@ def _plain(entry: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
     if entry is None or isinstance(entry, str):
         return entry
     return tuple(entry) if len(entry) > 1 else entry[0] if entry else None
-
-
-def _num_parts(entry: str | tuple[str, ...] | None, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in names_in(entry))

@@ -68,7 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cluster = flagged(given) if any(getattr(given, name) is not None for name in COLUMNS) else None
         num_nodes = whole(str(given.nnodes).rpartition(":")[2], "--nnodes")
         mesh = mesh_of(given.nproc_per_node, given.mesh, num_nodes)
-        _check_files(given)
+        if not given.module and not Path(given.script).is_file():
+            raise FileNotFoundError(f"there is no script {given.script}")
+        if given.module and given.script.endswith(".py"):
+            raise ValueError(f"-m {given.script}: -m needs the name of a module, without .py; or leave -m out")
+        check_files(given)
         if mesh.size == 1 and (said := behind(given.script, given.args)):
             print(f"tplab.torchrun: on 1 rank: {said}", file=sys.stderr)
         planned = _planned(given, mesh, cluster)
@@ -180,15 +184,6 @@ def _planned(given: argparse.Namespace, mesh: Mesh, cluster: Cluster | None) -> 
     if sentences := unread(row):
         raise ValueError(f"--forecast: {sentences[0]}")
     return forecast_row({"gpus": str(mesh.size), **axes, **row}, cluster)[1]
-
-
-def _check_files(given: argparse.Namespace) -> None:
-    """Raise OSError or ValueError if there is no script, or no folder for the files to be written after the run."""
-    if not given.module and not Path(given.script).is_file():
-        raise FileNotFoundError(f"there is no script {given.script}")
-    if given.module and given.script.endswith(".py"):
-        raise ValueError(f"-m {given.script}: -m needs the name of a module, without .py; or leave -m out")
-    check_files(given)
 
 
 def _refuse(error: Exception) -> int:

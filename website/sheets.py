@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tplab.cost import Chip, data_sheets
-from tplab.cost.figures import si
-from tplab.cost.link import Link
+from tplab.cost.link import Link, si
 from website.device import table
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8", "float32", "float64")

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.table import Row, in_turns, seconds
 from tplab import Mesh, P
-from tplab.pipeline.layer_spec import LayerSpec
+from tplab.pipeline.partition import LayerSpec
 from tplab.schedules import one_f_one_b
 
 RANKS, MICROBATCHES, REPETITIONS = 4, 8, 7

@@ -84,7 +84,7 @@ LLAMA3 |= {"dropout": model.dropout, "scores": False}
 print_in_sbh(**LLAMA3)
 
 # %% [markdown]
-# These are $34\,sbh$ again, by chance: the wider MLP uses up exactly what the missing masks and the smaller keys and
+# That is $34\,sbh$ again, by chance: the wider MLP uses up exactly what the missing masks and the smaller keys and
 # values save. Eager PyTorch also keeps `silu` of gate.
 #
 # ## Turn the knob
@@ -95,7 +95,7 @@ print_in_sbh(**LLAMA3)
 # $$sbh \left(10 + \frac{24}{t} + 5\,\frac{as}{ht}\right) \text{ of GPT-3's block}, \qquad
 # sbh \left(8 + \frac{26}{t}\right) \text{ of Llama 3 8B's.}$$
 #
-# Change the number of ranks. (We will build those with tokens split.)
+# Change the number of ranks. (Further down, we build a block with its tokens split.)
 
 # %% tags=["opening-picture"]
 WHOLE = ("norm", "input of query, key, value", "input of up", "mask after")
@@ -218,9 +218,9 @@ first = {name: grad[:4] for name, grad in found.items()}
 matrices(first, "The gradient of scale, its first four entries")
 
 # %% [markdown]
-# [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows four such gradients, which differ, from
-# the last norm of a real model. Megatron adds them up in an extra step after the backward pass, which is easy to
-# forget. There is a better way. All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$
+# [Megatron-LM #1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) shows the gradient
+# of a real model's last norm on four ranks: all four are different. Megatron adds them up in an extra step after the
+# backward pass, which is easy to forget. There is a better way. All ranks share `scale`, and each uses it for its own tokens. This is exactly where $f$
 # belongs:
 
 # %%
@@ -278,7 +278,7 @@ timeline(trace)
 #
 # By this model, splitting the tokens also saves a sixth of the time: the bytes are the same, and each rank does a quarter of
 # the norms and residuals. The second gather takes back about 40 µs. How much you save depends on how long norms and
-# dropout take. Megatron fuses them, and there Korthikanti et al. **measured** 19.0 ms instead of 19.6, forward and backward,
+# dropout take. Megatron fuses them: Korthikanti et al. **measured** 19.0 ms instead of 19.6, forward and backward,
 # for a layer of a 22-billion-parameter model on eight A100s, which is 3%.
 #
 # ## The same in JAX
@@ -313,11 +313,16 @@ print("every gradient is right:", off < 1e-4)  # JAX computes in float32
 #
 # ## A bug to repair
 #
+# Here is the MLP half once more. Its output is right, and so is the loss, but not every gradient. Repair it, and let each
+# rank do the norm of its own tokens alone.
+#
+# <details><summary>A hint</summary>
+#
 # There are two ways to gather. After `gather_from` all ranks do *the same*, so its backward pass takes this rank's
 # piece of the gradient, and sends nothing. After `all_gather` each rank does something *different*, so its backward
-# pass adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.) Here is
-# the MLP with the wrong one. Its output is right, and so is the loss. Repair it, but do not let a rank keep `x` of all
-# tokens.
+# pass adds up the gradients of all ranks. (In Megatron, the argument `tensor_parallel_output_grad` decides.)
+#
+# </details>
 
 # %%
 def sequence_mlp(x, scale, a, b):  # x [B, S/tp, D]   ->   [B, S/tp, D]
@@ -334,7 +339,8 @@ check_sequence_mlp(sequence_mlp)
 #
 # Write the block of lab 04's exercise, $y = x + \mathrm{heads}(h) + \mathrm{gelu}(hA)\,B$ with $h = \mathrm{norm}(x)$,
 # in torch. Each rank has some of the tokens and returns results for them. You may use `norm` from above and `heads`
-# from below. Mind `scale`, send as little as you can, and keep no `x` of all tokens. (You may gather again.)
+# from below. Mind `scale`, send as little as you can, and let each rank do the norm of its own tokens alone. (You
+# may gather again.)
 
 # %%
 def heads(x, q, k, v, o):  # x [B, S, D]   q, k, v [n, D, d]   o [n, d, D]
@@ -373,7 +379,7 @@ check_tokens_split(tokens_split)
 #
 # **Sources.** Korthikanti et al. 2022, [Reducing activation recomputation](https://arxiv.org/abs/2205.05198).
 # Megatron-LM [#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) and
-# [#443](https://github.com/NVIDIA/Megatron-LM/issues/443), where somebody asks why the gradients of norms are added up.
+# [#443](https://github.com/NVIDIA/Megatron-LM/issues/443), where a user asks why the gradients of norms are added up.
 #
 # Next: [06 Vocabulary](06_vocabulary.ipynb), where the last matrix of the model is split.
 

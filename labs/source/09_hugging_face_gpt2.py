@@ -131,16 +131,16 @@ for mesh in (Mesh(tp=1), Mesh(tp=4)):
 
 # %%
 one_batch = {"inputs": (ids,), "kwargs": {"labels": ids}}
-report = tt.check_parallel(by_own_plan, gpt2(), **one_batch, mesh=Mesh(tp=4))
-print(report.summary())
-begins = report.wrong[0]
+mine = tt.check_parallel(by_own_plan, gpt2(), **one_batch, mesh=Mesh(tp=4))
+print(mine.summary())
+begins = mine.wrong[0]
 print(f"\n{begins.title}:\n    {begins.words}")
-print("\n" + "\n".join(report.notes))
+print("\n" + "\n".join(mine.notes))
 
 # %% [markdown]
 # Read it from the top:
 #
-# - The summary counts what is wrong. Every gradient is, which says little: one wrong tensor makes everything after it
+# - The summary counts what is wrong. Here every gradient is wrong, which says little: one wrong tensor makes everything after it
 #   wrong.
 # - So the report begins with what explains the rest. Here that is the first module in the forward pass whose output is
 #   wrong, and the report names the cause: its bias is added once per rank.
@@ -165,8 +165,8 @@ check_row(MyRow)
 # tplab's `parallelize` does the same for whole models. Its plan says what happens to each module that has parameters, and
 # `*` stands for any block. "column" and "row" are the layers above, `FusedColumn(parts=3)` cuts three matrices part by
 # part, and "replicate" leaves a copy on every rank. "vocab" splits the vocabulary as in lab 06, both for the embedding and
-# for the head that is **tied** to it: they are one matrix. "local" is a dropout inside, where each rank draws its own mask
-# ([lab 07](07_dropout.ipynb)). The other dropouts are outside. They need no line, and draw one mask for all ranks.
+# for the head that is **tied** to it: they are one matrix. "local" is a dropout between $f$ and $g$, where each rank draws
+# its own mask ([lab 07](07_dropout.ipynb)). The other dropouts need no line, and draw one mask for all ranks.
 
 # %%
 plan = tt.gpt2_plan(gpt2())

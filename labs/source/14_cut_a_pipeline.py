@@ -124,7 +124,7 @@ for _ in range(50):  # compared with every possible cut
 print("50 random models: as good as the best of 56 cuts")
 
 # %% [markdown]
-# ## A bug to repair: the last stage takes the rest
+# ## A bug to repair
 #
 # Here is a cut in one pass, without any search. Every stage gets layers until it has its share of the work. Run the
 # check, look at the picture, and repair `fill`. You may use `smallest`, but not `partition`. Every stage needs at least one layer.
@@ -221,8 +221,8 @@ pipeline_lab(stage_costs="1, 1, 1, 2", task="cut")
 #
 # $$\text{parameters, gradients and Adam states of its layers} + (p - r) \cdot \text{what they keep for one microbatch}$$
 #
-# `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. `Trial` makes the table here, and you will
-# make it in the exercise. It is for a GPT with a vocabulary of 65, where parameters matter less. We count 16 bytes per
+# `partition` takes this as a table, `memory[rank][layer]`, with a `memory_limit`. Here `Trial` makes the table; in the
+# exercise, you will. The model is a GPT with a vocabulary of 65, where parameters matter less. We count 16 bytes per
 # parameter with Adam, and the bytes kept for one microbatch of four sequences. Then we lower the limit. How much longer
 # does a step take when every rank has 15% less memory? Guess, then turn the knob.
 
@@ -287,7 +287,7 @@ for sizes in ([5, 2, 2, 2], [1, 6, 2, 2], [1, 4, 4, 2], [1, 4, 2, 4]):
 # rank should have as little to do as possible. Write the search yourself, without `partition`: you may try every cut
 # with `combinations`, as above.
 #
-# The check tries your function on small models, five of which you can work out by hand, then on the GPT of this lab,
+# The check tries your function on small models, five of which you can work out by hand, and then on the GPT of this lab,
 # which it runs with your cut.
 
 # %%

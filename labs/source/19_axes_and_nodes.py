@@ -104,8 +104,8 @@ for out in (simulated, processes):
 print(all(map(torch.allclose, simulated.value, processes.value)))
 
 # %% [markdown]
-# **The twin.** In JAX, no all-reduce over `dp` is written. JAX knows that all ranks along `dp` have the same `a` and `b`, so
-# it adds up their gradients by itself. We only divide by the number of copies. The same bytes travel:
+# **The twin.** In JAX, you do not write the all-reduce over `dp`. JAX knows that all ranks along `dp` have the same
+# `a` and `b`, so it adds up their gradients by itself. We only divide by the number of copies. The same bytes travel:
 
 # %%
 import jax
@@ -173,23 +173,23 @@ knob("Five meshes", "tokens", batches, start=2**16, about=about, unit="B")
 # InfiniBand NDR and the playbook's network ([lab 03](03_network_levels.ipynb)).
 
 # %%
-batch = 2 * HIDDEN
+BATCH = 2 * HIDDEN
 
 def milliseconds(mesh, axis, cluster):  # of both all-reduces along this axis
-    split = batch * WIDTH // mesh.shape["dp"], WIDTH * HIDDEN // mesh.shape["tp"]
+    split = BATCH * WIDTH // mesh.shape["dp"], WIDTH * HIDDEN // mesh.shape["tp"]
     elements = dict(zip(("tp", "dp"), split))[axis]
     nbytes, group = 2 * elements, mesh.group(0, axis)
     return 2e3 * cluster.collective_seconds("all_reduce", nbytes, group)
 
 for mesh in (Mesh(dp=4, tp=4), Mesh(dp=8, tp=2), Mesh(tp=4, dp=4)):
     print(mesh)
-    for on in H100S:
-        cluster = cost.find(*on)
+    for name in H100S:
+        cluster = cost.find(*name)
         tp, dp = (milliseconds(mesh, axis, cluster) for axis in ("tp", "dp"))
         print(f"    tp {tp:.2f} ms, dp {dp:.2f} ms: {cluster.kind_on(mesh.size)}")
 
 # %% [markdown]
-# The first mesh and the third differ only in the order of the axes. On the data sheet, the ranks wait 0.47 ms for their
+# The first mesh and the third differ only in the order of the axes. By the data sheet, the ranks wait 0.47 ms for their
 # activations if `tp` is last, and 2.04 ms if it is first. In the forecast, they wait 0.67 ms if it is last. If it is first,
 # they wait 1.52 ms with InfiniBand NDR, and 4.08 ms with the playbook's network.
 #
@@ -206,32 +206,30 @@ def overlapped(x, a, b):
     for tensor in (x, a, b):
         tensor.requires_grad_()
     flights = []
-    def leave(grad):
+    def send(grad):
         flights.append(tt.start(tt.all_reduce, grad, "dp", op="mean"))
-    a.register_hook(leave)
-    b.register_hook(leave)
+    a.register_hook(send)
+    b.register_hook(send)
     z = tt.reduce_from(torch.tanh(tt.copy_to(x, "tp") @ a) @ b, "tp")
     z.square().mean().backward()
     return [flight.wait() for flight in flights]
 
-def on(*shape):
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
+SHAPES = (BATCH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
 traces = {}
 for mesh in (Mesh(dp=4, tp=4), Mesh(tp=4, dp=4)):
-    tensors = on(batch, WIDTH), on(WIDTH, HIDDEN), on(HIDDEN, WIDTH)
-    where = {"in_specs": SPECS, "cluster": "h100", "device": "meta"}
-    traces[mesh] = tt.run(overlapped, mesh, *tensors, **where).trace
+    large = [torch.empty(*size, dtype=torch.bfloat16, device="meta") for size in SHAPES]
+    options = {"in_specs": SPECS, "cluster": "h100", "device": "meta"}
+    traces[mesh] = tt.run(overlapped, mesh, *large, **options).trace
     took = traces[mesh].makespan * 1e3
     print(f"{mesh}: a step takes {took:.2f} ms (modelled, data sheet)")
 timeline(traces[Mesh(tp=4, dp=4)])
 
 # %% [markdown]
-# The matmuls are equally long on both meshes. The difference is the idle time during the two long all-reduces over
+# The matmuls take the same time on both meshes. The difference is the idle time during the two long all-reduces over
 # `tp`, one in the forward and one in the backward pass. The two short all-reduces are those of the gradients over
 # `dp`: on this mesh they stay inside a node, although they do not need its fast links.
 #
-# Equal bytes do not take equal time. In the first list of times, `tp` and `dp` together take 1.4 ms on 8 × 2 and 1.5
+# Equal bytes do not take equal time. In the list of times above, `tp` and `dp` together take 1.4 ms on 8 × 2 and 1.5
 # ms on 4 × 4 by the data sheet, but 3.6 and 3.0 ms with the playbook's network.
 
 # %% [markdown]

@@ -111,8 +111,8 @@ for ranks in (1, 2, 3, 4, 8):
     print(ranks, "ranks:", "equal" if torch.allclose(out.value, whole) else "off")
 
 # %% [markdown]
-# The last five lines ran on simulated ranks. Three processes on this machine, which pass keys and values on over
-# gloo, get the same. In each of two hops, a rank sends the keys and values of 8 tokens, 8 numbers of 8 bytes each:
+# So far, the ranks were simulated. Three processes on this machine get the same result over gloo. In each of two
+# hops, a rank sends the keys and values of 8 tokens, 8 numbers of 8 bytes each:
 
 # %%
 real = tt.run(ring, Mesh(cp=3), q, k, v, in_specs=TOKENS, out_specs=TOKENS,
@@ -242,8 +242,8 @@ for link in (sheet.link(0, 1), sheet.link(0, 8)):
     print(f"{link.name}, by the formula at peak rates: {least:,}")
 
 # %% [markdown]
-# Peak rates are no bound here: a slower kernel hides more, and FlashAttention 2 reaches about a third of the peak on
-# an H100. Besides, any kernel takes a minimum time: in a node, even the tile of one token takes longer than its hop.
+# Peak rates give no bound: a slower kernel hides more, and FlashAttention 2 reaches about a third of the
+# peak on an H100. Besides, any kernel takes a minimum time: in a node, even the tile of one token takes longer than its hop.
 # If a causal mask halves the work of a tile, the numbers of the formula double. In the backward pass, $dK$ and $dV$
 # travel with $K$ and $V$.
 #
@@ -275,7 +275,7 @@ for name, fn in SCHEMES:
 # %% [markdown]
 # | | what travels, forward | held during the pass | limit |
 # |---|---|---|---|
-# | ring | $K$ and $V$, $R-1$ hops | two pieces of $K$ and $V$ | hops must be hidden |
+# | ring | $K$ and $V$, $R-1$ hops | two pieces of $K$ and $V$ | enough tokens to hide the hops |
 # | gather | the same bytes, at once | all of $K$ and $V$ | memory |
 # | head | $Q$, $K$, $V$ and $O$, each once | all tokens of $h/R$ heads | $R$ must divide $h$ and $g$ |
 #

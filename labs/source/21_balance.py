@@ -63,9 +63,9 @@ print("scores of each rank:", each)
 print(f"busy: {each.sum() / (len(each) * each.max()):.0%}")
 
 # %% [markdown]
-# With long sequences a rank's own tile is half a square. Then the ring takes $p - \frac12$ full tiles for what is
-# $\frac{p}{2}$ full tiles of work per rank: the ranks compute for $p/(2p-1)$ of the time. On four ranks that is 57%, after
-# 60% with 8 tokens and 58.6% with the 16 of the picture. With more ranks this approaches one half. The tokens at the end
+# With long sequences a rank's own tile is half a square. Then the ring takes as long as $p - \frac12$ full
+# tiles, and the mean work of a rank is $\frac{p}{2}$ full tiles: the ranks compute for $p/(2p-1)$ of the time. On four
+# ranks that is 57%, after 60% with 8 tokens and 58.6% with the 16 of the picture. With more ranks this approaches one half. The tokens at the end
 # of the sequence have the most to do, and one rank has all of them.
 #
 # ## Build it
@@ -117,7 +117,7 @@ knob("A causal ring", "ranks", options, start=2, about=about, unit="%")
 # <details><summary>What there is to discover</summary>
 #
 # Contiguous falls towards one half, zigzag stays at 100%, and striped at more than 99%. With $n$ tokens per rank, some
-# striped tiles lack the $n$ scores of a diagonal. Together they are less than one part in $n$.
+# striped tiles lack the $n$ scores of a diagonal. Together these are less than $1/n$ of all scores.
 #
 # </details>
 #
@@ -218,7 +218,7 @@ for head_ranks in (1, 2, 4, 8):
 # %% [markdown]
 # | | ring | heads | both |
 # |---|---|---|---|
-# | number of ranks | any; for zigzag, twice as many must divide the tokens | at most that of key and value heads | more than with heads alone |
+# | number of ranks | any; zigzag cuts the tokens into twice as many pieces | at most the number of key and value heads | more than with heads alone |
 # | is the work balanced? | with zigzag | always: every rank has all tokens | with zigzag between the groups |
 # | is the sending hidden? | with enough tokens | no: attention waits for it | that of the ring |
 # | where to use it | across nodes | inside a node | heads inside, ring across |
@@ -251,8 +251,8 @@ check_positions(layer_with_rope)
 # Some models let a token see only the last `window` tokens, itself included. Then consecutive tokens are a good layout again: a
 # rank needs only keys that are less than `window` positions away, and they are on the ranks just before it. Write the forward
 # pass `window_ring` for consecutive tokens, with as few hops as possible. `attend` gives you a tile: `distance` is the number
-# of positions from its first key to its first query. (Where a query sees no key of a tile, scores of -1e30 give it a weight of
-# 0; with $-\infty$ it would be 0/0.)
+# of positions from its first key to its first query. (If a query sees no key of a tile, scores of -1e30 give that tile a
+# weight of 0 in `merge`. With $-\infty$, the result of the tile would be 0/0.)
 
 # %%
 eight = TokenLayout("contiguous", 1024, 8)

@@ -17,8 +17,8 @@ from tests.cost.event_simulator import (
     simulated,
 )
 from tplab.cost import Chip, Cluster, Link
+from tplab.cost.clock import Links
 from tplab.cost.lanes import AFTER, COMPUTE, ISSUE, MARK, SEND, WAIT, Lanes, Log
-from tplab.cost.links import Links
 
 CHIP = Chip("z", {"float32": 1e9}, 1e9, 1e9)
 WIRE = Link("wire", LATENCY, BANDWIDTH)

@@ -59,7 +59,7 @@ def test_a_forecast_names_its_source_and_its_error(cluster):
 
 
 def test_on_several_nodes_it_names_the_network_whose_error_counts_too():
-    assert [cluster.kind_on(8) for cluster in FORECASTS] == [cluster.kind_text for cluster in FORECASTS]
+    assert [cluster.kind_on(8) for cluster in FORECASTS] == [cluster.kind_on(1) for cluster in FORECASTS]
     assert H100_MEASURED.kind_on(9) == "the playbook's network, forecast, ±30 %"
     assert find("h100-measured", fabric="efa-p5").kind_on(16) == "EFA, forecast, ±8 %"
     # two rows of InfiniBand leave none to be judged by
@@ -353,7 +353,7 @@ def test_traces_of_runs_say_which_clock_they_have():
 
     for name in ("h100", "b200-measured"):
         ran = tt.run(lambda x: tt.all_reduce(x, "tp"), Mesh(tp=2), torch.ones(4), cluster=name, count_memory=True)
-        assert ran.trace.place == f"{name}, {find(name).kind_text}"
+        assert ran.trace.place == f"{name}, {find(name).kind_on(1)}"
         assert ran.memory.cluster == ran.trace.place
         assert (
             tj.run(lambda x: tj.all_reduce(x, "tp"), Mesh(tp=2), np.ones(4), cluster=name).trace.place

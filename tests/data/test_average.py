@@ -9,7 +9,7 @@ from tests.frameworks import FRAMEWORKS, Framework, in_both
 from tests.sharded import double
 from tplab import Mesh, P
 from tplab.cost.collectives import bytes_sent
-from tplab.data.buckets import Gradient, buckets_of
+from tplab.data.gradients import Gradient, buckets_of
 from tplab.errors import RankError
 from tplab.torch import ColumnParallelLinear, average_gradients, axis_index, data_parallel, run, shard_parameters
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tplab.data.buckets import Gradient, buckets_of
+from tplab.data.gradients import Gradient, buckets_of
 
 GRADIENTS = st.lists(st.builds(Gradient, st.integers(0, 9), st.just(4), st.sampled_from(["float32", "bfloat16"])))
 LIMITS = st.one_of(st.none(), st.integers(0, 80), st.just(float("inf")))

@@ -205,6 +205,34 @@ def added_up(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return torch.stack([o for o, _ in parts]).sum(0)
 
 
+def without_logarithms(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    above = below = torch.zeros(())
+    for t in range(min(tt.axis_size("cp") - 1, fewest(window, len(q))) + 1):
+        k, v = (tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")) if t else (k, v)
+        if t <= tt.axis_index("cp"):
+            away = torch.arange(len(q))[:, None] + t * len(q) - torch.arange(len(k))
+            weights = (q @ k.T / q.shape[-1] ** 0.5).exp() * ((away >= 0) & (away < window))
+            above, below = above + weights @ v, below + weights.sum(-1, keepdim=True)
+    return above / below
+
+
+def all_hidden(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Scores of -inf in place of -1e30: a query that sees no key of a tile makes its log-sum-exp -inf too."""
+
+    def tile(keys: Tensor, values: Tensor, distance: int) -> tuple[Tensor, Tensor]:
+        away = torch.arange(len(q))[:, None] + distance - torch.arange(len(keys))
+        scores = (q @ keys.T / q.shape[-1] ** 0.5).masked_fill((away < 0) | (away >= window), -torch.inf)
+        lse = scores.logsumexp(-1, keepdim=True)
+        return (scores - lse).exp() @ values, lse
+
+    o, lse = tile(k, v, 0)
+    for t in range(1, min(tt.axis_size("cp") - 1, fewest(window, len(q))) + 1):
+        k, v = tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")
+        if t <= tt.axis_index("cp"):
+            o, lse = merge(o, lse, *tile(k, v, t * len(q)))
+    return o
+
+
 def gathers_first(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     keys, values = (tt.all_gather(x, "cp") for x in (k, v))
     return attend(q, keys, values, tt.axis_index("cp") * len(q), window)[0]
@@ -239,6 +267,8 @@ def library(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         (ring_with(fewest, far=lambda t, n: 0), "`distance` is t times the tokens"),
         (ring_with(fewest, way=-1), "Which way do they hop?"),
         (added_up, "the next merge needs both"),
+        (without_logarithms, "where scores are in the hundreds, it returns nan"),
+        (all_hidden, "some are nan: is anything divided by 0, or infinity subtracted from infinity?"),
         (gathers_first, "does the work"),
         (library, "does the work"),
         (ends_early, "rank"),

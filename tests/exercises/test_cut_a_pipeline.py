@@ -14,7 +14,7 @@ from labs.source import build
 from tests.labs.prose import sentences
 from tplab.exercises.cut_a_pipeline import SMALL, Trial, check_cut, check_fill, measured_layers
 from tplab.pipeline import partition
-from tplab.pipeline.layer_spec import LayerSpec
+from tplab.pipeline.partition import LayerSpec
 
 WIDTH = 16
 

@@ -45,6 +45,18 @@ def by_module(x):
     return tplab.torch.ring_all_reduce(x, "tp")
 
 
+def by_alias(x):
+    import tplab.torch as other
+
+    return other.ring_all_reduce(x, "tp")
+
+
+def by_long_alias(x):
+    import tplab.torch.comm.rings as rings
+
+    return rings.ring_all_reduce(x, "tp")
+
+
 def by_helper(x):
     return by_global(x)
 
@@ -61,7 +73,7 @@ def of_ones_own(x):
     return ring_all_reduce(x)
 
 
-@pytest.mark.parametrize("fn", [by_global, by_import, by_module, by_helper, by_inner])
+@pytest.mark.parametrize("fn", [by_global, by_import, by_module, by_alias, by_long_alias, by_helper, by_inner])
 def test_a_library_function_is_found_by_whatever_name_it_is_called(fn: Callable[..., Any]):
     assert library_call(fn, ("ring_all_reduce",)) == "ring_all_reduce"
     expect(check_sum_up(fn), False, "`ring_all_reduce` does the work. Here you write it yourself.")

@@ -78,6 +78,11 @@ class GradientTwice(Row):
         return all_reduce(x @ self.weight, "tp") + copy_to(self.bias, "tp")
 
 
+class AddsGradientsOfX(Row):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce_from(copy_to(x, "tp") @ self.weight, "tp") + self.bias
+
+
 class Whole(Row):
     """Right numbers, from all rows on every rank."""
 
@@ -199,7 +204,8 @@ def test_the_layer():
         ),
         (OthersRows, ("value of transformer.h.0.mlp.c_proj.weight", "rank 0 has that of rank 1")),
         (NoGradient, ("gradient of transformer.h.1.mlp.c_proj.weight", "no gradient on every rank")),
-        (GradientTwice, ("gradient of transformer.h.1.mlp.c_proj.bias", "2 times the reference")),
+        (GradientTwice, ("c_proj.bias: 2 times the reference on every rank", "Is there a copy_to on the bias?")),
+        (AddsGradientsOfX, ("gradient of transformer.h.1.mlp.c_fc.bias: off by", "Is there a copy_to on x?")),
         (Whole, ("the numbers are right", "4,128 parameters of this layer, where 2,080 would do")),
         (GathersEachTime, ("the numbers are right", "each of 4 ranks does 100% of the whole layer's work")),
         (Changes, ("it changes given.weight in place",)),

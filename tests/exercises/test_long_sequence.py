@@ -99,7 +99,7 @@ SHIFT = 'k, v, dk, dv = (tt.ring_shift(x, "cp") for x in (k, v, dk, dv))'
         (("p = (q @ k.T * scale - lse).exp()", "p = (q @ k.T * scale).softmax(-1)"), "over the keys of all ranks"),
         ((RETURN, "    return dq, dk / tt.axis_size('cp'), dv"), "divided by R once too often"),
         (("- (do * o).sum(-1, keepdim=True)) * scale", "- (do * o).sum(-1, keepdim=True))"), "dq"),
-        (('for _ in range(tt.axis_size("cp")):', 'for _ in range(tt.axis_size("cp") - 1):'), ""),
+        (('for _ in range(tt.axis_size("cp")):', 'for _ in range(tt.axis_size("cp") - 1):'), "One tile is missing"),
     ],
 )
 def test_wrong_gradients(change: tuple[str, str], hint: str):
@@ -273,6 +273,17 @@ def masked_everywhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o
 
 
+def without_logarithms(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    above = below = torch.zeros(())
+    for t in range(tt.axis_size("cp")):
+        k, v = (tt.ring_shift(k, "cp"), tt.ring_shift(v, "cp")) if t else (k, v)
+        if t <= tt.axis_index("cp"):
+            weights = (q @ k.T / q.shape[-1] ** 0.5).exp()
+            weights = weights if t else weights.tril()
+            above, below = above + weights @ v, below + weights.sum(-1, keepdim=True)
+    return above / below
+
+
 def keys_alone_travel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o, lse = attend(q, k, v, causal=True)
     for t in range(1, tt.axis_size("cp")):
@@ -299,7 +310,7 @@ def gathers_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     [
         (loop(lambda t, r: "all"), "later ones too"),
         (loop(lambda t, r: "triangle"), "and a later one not at all"),
-        (loop(lambda t, r: "all" if t else "triangle"), "and a later one not at all"),
+        (loop(lambda t, r: "all" if t else "triangle"), "Tiles of later ranks are merged too"),
         (loop(lambda t, r: "triangle" if t <= r else None), "earlier ranks were cut"),
         (loop(lambda t, r: "triangle" if t == 0 else "all" if t > r else None), "ranks after it"),
         (loop(lambda t, r: "all" if t <= r else None), "causal=True"),
@@ -312,6 +323,7 @@ def gathers_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (forgets, "the next merge needs both"),
         (collects_first, "Merge each tile as it comes"),
         (masked_everywhere, "Skip those"),
+        (without_logarithms, "where scores are in the hundreds, it returns nan"),
         (in_place, "in place"),
         (keys_alone_travel, "k and v are those of rank r - t"),
         (gathers_first, "`all_gather` does the work"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tplab.exercises.pipeline_memory import check_layers, check_most_bytes
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 
 WIDTH = 16
 

@@ -10,8 +10,8 @@ from tests.forecast.executed import Case, case, cases, sent_by_axis
 from tests.pairwise import cover
 from tplab import Mesh
 from tplab.experts import Routing
+from tplab.forecast.activations import stages_on
 from tplab.forecast.memory import memory
-from tplab.forecast.stages import stages_on
 from tplab.forecast.traffic import bytes_by_axis
 from tplab.models.gpt import GPTConfig, GPTExperts
 from tplab.training.recipe import batch_axes

@@ -9,15 +9,14 @@ import pytest
 from tplab.cost import Chip, Cluster, Link, find
 from tplab.errors import PlanError
 from tplab.forecast import Model, Plan, forecast, plans
+from tplab.forecast.activations import held_parameters, stages_on
 from tplab.forecast.classes import class_of
-from tplab.forecast.layers import Layer, from_memory, layer_seconds, local
+from tplab.forecast.layers import Layer, at_end, from_memory, layer_seconds, local, once_seconds
 from tplab.forecast.memory import state_bytes
 from tplab.forecast.messages import sent_once
-from tplab.forecast.once import at_end, once_seconds
 from tplab.forecast.pipelines import Shape, in_flight, makespans
 from tplab.forecast.plan import GROUPED, few, takes_virtual
 from tplab.forecast.stacks import find_stack
-from tplab.forecast.stages import held_parameters, stages_on
 from tplab.forecast.step import step
 from tplab.schedules import RULES, Costs, simulate
 from tplab.schedules.action import F, I

@@ -8,8 +8,8 @@ import pytest
 
 from tplab.cost import find
 from tplab.forecast import Model, Plan
+from tplab.forecast.activations import held_parameters
 from tplab.forecast.messages import price, ranks_along, send_seconds
-from tplab.forecast.stages import held_parameters
 from tplab.forecast.traffic import layer_traffic, traffic
 
 LLAMA = Model.find("llama3-70b")

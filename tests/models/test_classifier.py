@@ -58,7 +58,7 @@ MESHES = [(1, "up"), (2, "split"), (3, "down"), (4, "up"), (4, "both")]
 )
 def test_the_block(fw, overlap, num_ranks, direction):
     """Blocking or overlapped, it is the dense one: y and every gradient."""
-    from tplab.models.classifier import async_state, blocking_state
+    from tplab.models.state import async_state, blocking_state
 
     width, hidden = 3 * num_ranks, 2 * num_ranks
     state = block_state(width, hidden)

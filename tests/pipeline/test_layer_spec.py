@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tplab import Mesh
 from tplab.errors import ScheduleError, ShapeError
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
+from tplab.pipeline.partition import LayerSpec, TiedSpec, layer_names, ties
 from tplab.schedules import chimera, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from tplab.torch import ColumnParallelLinear, RowParallelLinear, num_parameters, run, stages_of, train_batch
 from tplab.torch.pipeline.stages import cut

@@ -32,13 +32,13 @@ from tplab.jax import (
 from tplab.jax import dropout as shared_dropout
 from tplab.jax.pipeline.flat import Kind
 from tplab.jax.pipeline.passes import Given, Layer, Passes, Stage, traced
-from tplab.jax.pipeline.plan import Buffer, Keeping, plan
+from tplab.jax.pipeline.plan import Buffer, Keeping, Plan
 from tplab.jax.private import in_float64
 from tplab.jax.ranks.context import vary
 from tplab.jax.ranks.program import program_of
 from tplab.jax.tracing.compiled import temporary_bytes
 from tplab.mesh import Axis
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 from tplab.schedules import (
     RULES,
     chimera,
@@ -441,7 +441,7 @@ def test_slots_are_the_peak_of_the_schedule(rule):
     schedule = rule(4, 1 if rule is RULES["naive"] else 8).compute_only()
     buffer = Buffer((4,), Kind("float32", ()), 0)
     keeping = Keeping((buffer,), frozenset([buffer]), ())
-    made = plan(schedule, [0] * schedule.num_stages, [keeping])
+    made = Plan(schedule, [0] * schedule.num_stages, [keeping])
     peak = simulate(schedule).peak_activations * schedule.stages_per_rank  # in microbatches of one stage
     assert made.stash[buffer] == max(peak)
     for row, most in zip(schedule.by_rank(), peak, strict=True):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tplab import Mesh
 from tplab.errors import RankError, ScheduleError, ShapeError
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 from tplab.schedules import (
     Costs,
     chimera,

@@ -90,8 +90,8 @@ def test_a_placement_of_ones_own():
         ({"memory_limit": [2, -1, 2, 2]}, "it cannot be negative or NaN"),
         ({"placement": "spiral"}, "'linear', 'v', 'wrapped'"),
         ({"placement": ((0,), (0,), (1,), (2,))}, "names every stage once"),
-        ({"objective": "beauty"}, "'makespan' or 'span'"),
-        ({"solver": "magic"}, "'heuristic', 'quick' or 'exact'"),
+        ({"objective": "beauty"}, "objective is 'beauty'; it must be one of makespan, span"),
+        ({"solver": "magic"}, "solver is 'magic'; it must be one of heuristic, quick, exact"),
     ],
 )
 def test_what_it_cannot_do_it_says(options, words):

@@ -224,7 +224,7 @@ def test_costs_by_stage_and_by_microbatch():
         (lambda: Costs(forward=float("nan")), "finite number"),
         (lambda: Costs(overlap=2), "0 to 1"),
         (lambda: Costs(bandwidth=0), "no message would ever arrive"),
-        (lambda: Costs(links="slow"), "'free', 'queue' or 'port'"),
+        (lambda: Costs(links="slow"), "links is 'slow'; it must be one of free, queue, port"),
         (lambda: simulate(gpipe(3, 1), Costs(forward=[1, 2])), "3 stages"),
         (lambda: simulate(gpipe(3, 1), Costs(message_bytes=[1])), "2 cuts"),
         (lambda: simulate(gpipe(3, 1), Costs(stage_costs=[1, 2])), "2 figures and the schedule has 3 stages"),
@@ -232,7 +232,7 @@ def test_costs_by_stage_and_by_microbatch():
         (lambda: Costs(stage_costs=2), "one number for each stage"),  # type: ignore[arg-type]
         (lambda: Costs(stage_costs=[]), "one number for each stage"),
         (lambda: Costs(forward=[1, 2], stage_costs=[1, 2]), "forward has one figure for each stage"),
-        (lambda: simulate(gpipe(3, 1), optimizer="never"), "'own' or 'together'"),
+        (lambda: simulate(gpipe(3, 1), optimizer="never"), "optimizer is 'never'; it must be one of own, together"),
     ],
 )
 def test_bad_costs_say_what_is_wrong(bad, words):

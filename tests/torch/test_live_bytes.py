@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.torch.distributed.test_collectives import on
 from tplab import Mesh
-from tplab.pipeline.layer_spec import LayerSpec
+from tplab.pipeline.partition import LayerSpec
 from tplab.schedules import gpipe
 from tplab.torch import all_gather, axis_index, run, stages_of, start
 from tplab.torch.watching.live_bytes import LiveBytes

@@ -15,10 +15,9 @@ from torch import nn
 from tplab import Mesh
 from tplab.errors import CollectiveMismatchError, DeadlockError, ShapeError
 from tplab.torch import run
-from tplab.torch.processes.failure import error_of
 from tplab.torch.processes.frames import Header, Side, decode, empty_frame, encode
 from tplab.torch.processes.parcels import Parcel, Received
-from tplab.torch.processes.program import Raised
+from tplab.torch.processes.program import Raised, error_of
 from tplab.torch.processes.waits import Report, Wait, verdict
 from tplab.trace.label import Label
 

@@ -2,7 +2,7 @@
 
 import signal
 
-from tplab.training.stop import Stop
+from tplab.training.progress import Stop
 
 
 class PressedMeanwhile(int):

@@ -90,7 +90,7 @@ class Diagnosis:
             self.rows = [row if row.ok is not False else replace(row, ok=None, factor=None) for row in self.rows]
         self.notes.append(self._about_rounding())
         report = SameModel(self.rows, self.findings, notes=self.notes, reason=reason, about=self.about)
-        report.suspects = self.facts.suspects
+        report.suspects, report.has_right_loss = self.facts.suspects, not self.facts.is_loss_off
         return report
 
     def _of_chance(self) -> str:

@@ -23,6 +23,10 @@ Found = Iterator[Row | Finding]
 """What a comparison yields: rows for what it has compared, and findings for faults."""
 
 
+FINE = 6e-5
+"""The precision of the trails' values if no side computes in less than float32."""
+
+
 class NothingToTell(Exception):
     """The two runs cannot be compared any further. The message says why, and how to make them comparable."""
 
@@ -41,6 +45,8 @@ class Facts:
     def __init__(self, ours: Sequence[Seen], reference: Reference, trails: Trails | None = None):
         self.ours, self.reference, self.trails = ours, reference, trails
         self.wants_trails = False
+        if trails is not None and reference.epsilon < 1e-6:
+            trails.precision = FINE
         known = find_places(ours, reference.weights, reference.gradients(0))
         parts = {at: (place.name, place.index) for at, place in known.items()}
         self.idle = {at: known[at] for at in idle(ours, parts)}

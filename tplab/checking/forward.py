@@ -17,6 +17,8 @@ from tplab.checking.sends import lines_of_reduction, over, partitions
 from tplab.checking.trail import Op, Trails
 from tplab.units import plain, ranks_text
 
+MOST_FAULTS = 4
+
 COMBINED: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda parts: parts.mean(0),
     "sum": lambda parts: parts.sum(0),
@@ -36,14 +38,18 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
     if trails is None or not line:
         return
     if (op := trails.first_wrong()) is not None and op.line == line:
-        yield from _by_another_number(trails, op)
+        yield from _by_another_number(facts, trails, op)
         yield from _of_parts(facts, trails, op)
         yield from _of_another_rank(facts, trails, op)
     yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
     yield from _of_targets(facts, trails)
     limits, sums = trails.suspects
-    for at in dict.fromkeys([*limits, line, *sums]):
-        yield from _in_its_place(facts, trails, at, is_first=at == line)
+    for one in limits:
+        yield from _in_its_place(facts, trails, one)
+    yield from _of_faults(facts, trails)
+    for one in sums:
+        yield from _in_its_place(facts, trails, one, is_first=False)
+    yield from of_reads(facts, trails)
 
 
 def _of_other_parts(facts: Facts, line: str, used: Collection[str]) -> Iterator[Hypothesis]:
@@ -111,11 +117,25 @@ def _of_targets(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
     yield Hypothesis(repair, cause, where, also=tuple(also))
 
 
-def of_value(facts: Facts, trails: Trails, op: Op, made: np.ndarray) -> Iterator[Hypothesis]:
-    """Yield hypotheses about the first wrong operation that `made` comes from: see `Trails.first_wrong`"""
-    yield from _of_parts(facts, trails, op, made)
-    yield from _by_another_number(trails, op)
-    yield from _in_its_place(facts, trails, op.line, made)
+def of_value(facts: Facts, made: np.ndarray | None) -> tuple[str, list[Hypothesis]]:
+    """Return the line where a value that all steps end with goes wrong, "" if it is not known, and hypotheses."""
+    facts.wants_trails = True
+    if (trails := facts.trails) is None or made is None or (op := trails.first_wrong(made)) is None:
+        return "", []
+    ways = _of_parts(facts, trails, op, made), _by_another_number(facts, trails, op), _of_faults(facts, trails, made)
+    return op.line, [*itertools.chain(*ways)]
+
+
+def of_reads(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
+    """Yield the first number that the program reads and goes on with, if it is not the reference's."""
+    for read in trails.reads()[: not facts.goes_on]:
+        for maker in trails.makers_of(read):
+            yield from _of_parts(facts, trails, maker, read.values[0])
+        for told, values in trails.wanted(read):
+            words = f"the reference's number where {read.line} reads one"
+            cause = f"the number that this line reads, and that the program goes on with, is wrong: {told}"
+            given = {(key, 0): pieces for key, pieces in values.items()}
+            yield Hypothesis(Repair("put", words, read.line, values=given, times=facts.number), cause, read.line)
 
 
 def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
@@ -123,6 +143,7 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
     reference's tensor, and their sum or mean is right. made: see `Trails.first_wrong`"""
     for ops in [op], *trails.parts_in(op, made):
         values = [_parts_of(facts, trails, one) for one in ops]
+        known = set[Groups]()
         for way, how in itertools.product(partitions(facts) if all(values) else (), COMBINED):
             totals = [(COMBINED[how](np.stack([held[rank] for rank in group])), want)
                       for held, want in filter(None, values) for group in way]  # fmt: skip
@@ -130,6 +151,9 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
                 continue
             if how.endswith("value") and (made is not None or totals[0][1].size == 1):
                 continue  # one number may be right by chance, and what one rank draws is no part
+            if way in known:
+                continue  # where only one rank has a value, its maximum is its sum
+            known.add(way)
             those, line = over(facts, way), ops[0].line
             late = trails.sums_after(ops) if how == "sum" else []
             if how.endswith("value"):
@@ -164,17 +188,21 @@ def _parts_of(facts: Facts, trails: Trails, op: Op) -> tuple[dict[int, np.ndarra
     return None if is_whole else (held, want)
 
 
-def _by_another_number(trails: Trails, op: Op) -> Iterator[Hypothesis]:
-    """Yield the repair of a line by whose number all ranks multiply, while the reference multiplies by another one."""
-    held, theirs = trails.ops_of(op.key)
-    numbers, want = {one.times for one in held.values()}, theirs and theirs.times
-    if want and len(numbers) == 1 and (was := numbers.pop()) and gap(was, want) > 1e-6 * abs(want):
+def _by_another_number(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
+    """Yield the repair of a line by whose numbers all ranks multiply, while the reference multiplies by others."""
+    if not (pairs := trails.numbers_at(op)):
+        return
+    was, wants = (" and ".join(map(plain, some)) for some in zip(*pairs))
+    cause = f"this line multiplies by {was}, and in the reference by {wants}: the number comes from what a rank has, "
+    cause += "where that of the whole is meant, or the other way round"
+    if facts.goes_on:
         cause = (
-            f"this line multiplies by {plain(was)}, and in the reference by {plain(want)}: the number comes from what "
-            "a rank has, where that of the whole is meant, or the other way round"
+            f"this line multiplies by {was}, and in the run that goes on by {wants}: the number comes from what was "
         )
-        words = f"multiplication by {plain(want)} in place of {plain(was)} at {op.line}"
-        yield Hypothesis(Repair("factor", words, op.line, was=was, by=want), cause, op.line)
+        cause += "not restored when the script was started again, such as a count of steps"
+    words = f"multiplication by {wants} in place of {was} at {op.line}"
+    repair, *also = (Repair("factor", words, op.line, was=has, by=want) for has, want in pairs)
+    yield Hypothesis(repair, cause, op.line, also=tuple(also))
 
 
 def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
@@ -204,19 +232,32 @@ def _pieces(part: np.ndarray, facts: Facts, name: str) -> str:
     return f"{' and '.join(f'{run[0]} to {run[-1]}' for run in runs)} of its {whole.shape[dim]} places along dim {dim}"
 
 
+def _of_faults(facts: Facts, trails: Trails, made: np.ndarray | None = None) -> Iterator[Hypothesis]:
+    """Yield the operations that may be at fault, each with the reference's values in place of its result: if what comes
+    after it is then right, the fault is there. made: see `Trails.first_wrong`"""
+    most = 0 if facts.goes_on else MOST_FAULTS  # only the first rank's operations are known after a restart
+    for first, op in itertools.islice(trails.faults(made), most):
+        yield from _in_its_place(facts, trails, op, first, in_forward=made is None)
+
+
 def _in_its_place(
-    facts: Facts, trails: Trails, line: str, made: np.ndarray | None = None, is_first: bool = True
+    facts: Facts, trails: Trails, op: Op, first: Op | None = None, is_first: bool = True, in_forward: bool = True
 ) -> Iterator[Hypothesis]:
-    """Yield the repair that replaces a line's result by the reference's: if everything after it is then right, the
-    fault is at this line. made: see `Trails.first_wrong`; is_first: whether the inputs of the line are right"""
-    for words, values in trails.wanted_at(line, made):
-        repair = Repair("put", f"the reference's values in place of what {line} computes", line, values=values,
-                        times=facts.number)  # fmt: skip
-        wrong = f"{words}{_too_much(facts, trails, values)}"
-        inputs = "the inputs of this line are right and its result is wrong"
-        inputs = inputs if is_first else "what this line computes is wrong"
-        cause = f"{'in the forward pass, ' * (made is None)}{inputs}: {wrong}"
-        yield Hypothesis(repair, cause, line)
+    """Yield the repair that replaces an operation's result by the reference's. first: the operation at fault, if that
+    is another one; is_first: whether its inputs are right"""
+    first = first or op
+    is_alike, many = trails.can_be_cut(first), first.values[0].size > 1
+    inputs = "the inputs of this line are right and its result is" if is_first else "what this line computes is"
+    if not is_alike:
+        called = f" in the function called at {first.lines[1]}" if len(first.lines) > 1 else ""
+        inputs = f"the reference does not compute this{called}, or not in this shape, and what {op.line} makes of it is"
+    for words, values in trails.wanted(op):
+        by = "" if first.line == op.line else f" from what {first.line} computes"
+        repair = Repair("put", f"the reference's values in place of what {op.line} computes{by}", op.line,
+                        values=values, times=facts.number)  # fmt: skip
+        told = next(trails.wanted(first), (words,))[0] if is_alike and first is not op else words
+        cause = f"{'in the forward pass, ' * in_forward}{inputs} wrong: {told}{_too_much(facts, trails, values)}"
+        yield Hypothesis(repair, cause, first.line, is_forward=is_first and (many or not in_forward))
 
 
 def _too_much(facts: Facts, trails: Trails, values: Mapping[Any, Mapping[int, np.ndarray]]) -> str:

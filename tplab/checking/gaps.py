@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ def gap(a: Any, b: Any) -> float:
 def largest(x: np.ndarray) -> float:
     """Return the largest absolute value."""
     return float(np.abs(x).max(initial=0))
+
+
+def filled(piece: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Return the piece with zeros at its end, so that it has this shape."""
+    return np.pad(piece, [(0, size - has) for size, has in zip(shape, piece.shape)]) if piece.shape != shape else piece
 
 
 def is_constant(x: np.ndarray) -> bool:

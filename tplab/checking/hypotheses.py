@@ -89,14 +89,15 @@ class Hypotheses(Factors):
         facts = self.facts
         is_of_backward = self.kind == "other" and not facts.is_loss_off
         lost = facts.trails.lost_on_the_way() if facts.trails and is_of_backward else iter(())
-        for op, place, words, values in itertools.islice(lost, 2):
+        for op, words, wanted in itertools.islice(lost, 2):
             cause = (
                 "the gradient that comes back to what this line computes is not the reference's, and what takes it "
                 f"gets a right one: it is {words}. A part of it is lost on the way, as where a result that is sent to "
                 "another rank, or put into a buffer, has no gradient of its own sent back"
             )
             what = f"the reference's gradient of what {op.line} computes"
-            repair = Repair("put", what, op.line, values={(op.key, "back", place): values}, times=self.facts.number)
+            values = {(op.key, "back", place): each for place, each in wanted.items()}
+            repair = Repair("put", what, op.line, values=values, times=self.facts.number)
             yield Hypothesis(repair, cause, op.line)
 
     def _are_copies(self, way: Groups) -> bool:
@@ -206,6 +207,16 @@ class Hypotheses(Factors):
 
     def _scaled_unlike(self) -> tuple[str, str, str]:
         """Return cause, line and thread if each rank's gradients, and the group that reduces them, are right."""
+        given = [(sent.size, place.take(self.facts.reference.weights[name]).size) for name in self.names
+                 for sent in given_to(self.facts, [name]) for _, mine, place in self.facts.holders(name)
+                 if {mine} == {*sent.names}]  # fmt: skip
+        if some := next((f"{size} of the {whole}" for size, whole in given if size < whole), ""):
+            cause = (
+                f"this collective adds up {some} elements of a gradient, in the order in which each rank has them, as "
+                "the values of a sparse gradient: they are of other rows on other ranks. Add up the sparse gradients "
+                "with their indices, or make them dense first"
+            )
+            return cause, self.reduction, ""
         cause = (
             "the gradients of each rank are right after the backward pass, and so is their sum over the ranks of this "
             "collective: what is wrong is how the script changes them before, or after"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from tplab.checking.causes import thread
 from tplab.checking.facts import Facts, Found
+from tplab.checking.forward import of_value
 from tplab.checking.gaps import gap, near
 from tplab.checking.recording import Step
 from tplab.checking.reference import TIMES
@@ -54,8 +57,12 @@ def log(facts: Facts) -> Found:
         words, factor = f"rank {rank}'s own", None
         cause = f"rank {rank} has logged what it computed from its own samples: average it over ranks first"
         proof = f"rank {rank} computed this number from its own samples"
+    facts.wants_trails = facts.wants_trails or not proof
+    reads = facts.trails.reads() if facts.trails and not proof else []
+    tried = [replace(one, cause=f"{seen}: {one.cause}")
+             for one in chain(*(of_value(facts, read.values[0])[1] for read in reads[: -3 : -1]))]  # fmt: skip
     yield facts.fault(
-        what, words, got.where, names=[got.label], factor=factor, cause=cause if proof else "",
+        what, words, got.where, names=[got.label], factor=factor, cause=cause if proof else "", hypotheses=tried,
         thread=thread("log") if proof else "", values=values, ranks=[rank], proof=proof, seen=seen,
     )  # fmt: skip
 

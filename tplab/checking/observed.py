@@ -17,9 +17,9 @@ import numpy as np
 from tplab.checking.gaps import gaps, largest
 from tplab.checking.types import P as PARTIAL
 from tplab.checking.types import R, Type, V
-from tplab.layout import Layout, layouts_for, local_shape_of, take
+from tplab.layout import Layout, layouts_for, take
 from tplab.mesh import Mesh
-from tplab.sharding import dims_cut
+from tplab.sharding import dims_cut, global_shape
 
 COPIES = Layout()
 Kind = Literal["not finite", "equal", "scaled", "multiples", "parts", "pieces", "apart", "shape", "other"]
@@ -176,7 +176,7 @@ def every_way(x: np.ndarray, whole: np.ndarray, mesh: Mesh, tolerance: float) ->
     local = x.shape[1:]
     layouts = [
         one for one in layouts_for(whole.shape, [local] * mesh.size, mesh)
-        if not one.parts and all(local_shape_of(whole.shape, one, mesh, rank) == local for rank in mesh.ranks)
+        if not one.parts and global_shape(local, one.spec, mesh) == whole.shape  # not padded
     ]  # fmt: skip
     got, want, found = x.astype(np.float64), whole.astype(np.float64), list[Observed]()
     is_number = x.dtype.kind == "f"
@@ -261,15 +261,21 @@ def _close(got: np.ndarray, want: np.ndarray, slack: float) -> bool:
 
 # --- ranks that are not on a mesh, or some of which hold no piece -----------------------------------------------------
 
+PRECISION = 1e-3
+"""How far values may be off, relative to the largest element of a tensor: float32 sums in another order over a few
+layers, and more for coarser types."""
+
 FEW = 2
 """So few elements are a multiple of any others: only plain factors count."""
 
-MOST_WAYS = 400
+MOST_WAYS, MOST_FUSED = 400, 8
 
 
-def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: int) -> Observed | None:
-    """Return how `want` is spread over ranks, up to 1e-3 of its largest element (1e-4 for a single number), which is
-    the error of float32 sums in another order over a few layers. None if it is spread in no known way.
+def find_spread(
+    pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: int, precision: float = PRECISION
+) -> Observed | None:
+    """Return how `want` is spread over ranks, up to `precision` of its largest element, and at most 1e-4 of a single
+    number. None if it is spread in no known way.
 
     pieces   of each rank that has one
     """
@@ -286,7 +292,7 @@ def find_spread(pieces: Mapping[int, np.ndarray], want: np.ndarray, num_ranks: i
         Way(dealt, [((), alike)] if len({len(group) for group in alike}) == 1 < len(alike[0]) else [])
         for dealt, alike in islice(_ways_to_cut(want, next(iter(got.values())).shape, num_ranks, got), MOST_WAYS)
     ]
-    tolerance = 1e-3 if want.size > 1 else 1e-4  # the terms of a number may be off by more
+    tolerance = precision if want.size > 1 else min(precision, 1e-4)  # the terms of a number may be off by more
     return first_fit(got, ways, tolerance * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
 
 
@@ -298,7 +304,7 @@ def deals(whole: np.ndarray, mine: tuple[int, ...], num_ranks: int, orders: int 
     """Yield each way to distribute a whole tensor over ranks in parts of this shape: contiguous parts, and others in
     the first `orders` of `_orders`."""
     for want, alike in _ways_to_cut(whole, mine, num_ranks, range(num_ranks), most_orders=orders):
-        if len(alike) * prod(mine) == whole.size:
+        if len(alike) * prod(mine) >= whole.size:
             yield want
 
 
@@ -330,9 +336,14 @@ def _of_dim(mine: int, whole: int, num_ranks: int, most_orders: int | None) -> I
     if mine == whole:
         yield lambda rank: np.arange(whole)
         return
-    if not mine or whole % mine:
+    if not mine or mine > whole:
         return
-    count = whole // mine
+    count, stride = -(-whole // mine), (whole - mine) // max(num_ranks - 1, 1)
+    if whole % mine:  # the last part is shorter, or filled up with zeros; or parts overlap, as with a halo
+        yield from [lambda rank: np.arange(whole)[rank * mine :][:mine]] * (count == num_ranks)
+        if stride and stride * (num_ranks - 1) == whole - mine:
+            yield lambda rank: np.arange(rank * stride, rank * stride + mine)
+        return
     most = num_ranks // count  # up to so many neighbours may share a part, as along an axis of a mesh
     for apart in (n for n in range(1, most + 1) if num_ranks % (n * count) == 0):
         for order in islice(_orders(whole, count), most_orders):
@@ -340,14 +351,13 @@ def _of_dim(mine: int, whole: int, num_ranks: int, most_orders: int | None) -> I
 
 
 def _orders(whole: int, count: int) -> Iterator[np.ndarray]:
-    """Yield orders [count, whole / count]: contiguous; every n-th; a part of each of several fused tensors; first and
-    last together, as in sequences that are balanced for causal attention."""
+    """Yield orders [count, whole / count]: contiguous; every n-th; first and last together, as in sequences that are
+    balanced for causal attention; a part of each of several fused tensors, or of the rows of a flattened one."""
     every = np.arange(whole)
     yield every.reshape(count, -1)
     yield every.reshape(-1, count).T
-    for parts in (2, 3):
-        if whole % (parts * count) == 0:
-            yield every.reshape(parts, count, -1).transpose(1, 0, 2).reshape(count, -1)
     if whole % (2 * count) == 0:
         chunks = every.reshape(2 * count, -1)
         yield np.concatenate([chunks[:count], chunks[count:][::-1]], axis=1)
+    for parts in (parts for parts in range(2, MOST_FUSED + 1) if whole % (parts * count) == 0):
+        yield every.reshape(parts, count, -1).transpose(1, 0, 2).reshape(count, -1)

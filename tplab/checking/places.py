@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.checking.gaps import gap, is_constant, largest
+from tplab.checking.gaps import filled, gap, is_constant, largest
 from tplab.checking.recording import Piece, Seen, checksum
 from tplab.layout import MOST_PARTS
 
@@ -28,7 +28,7 @@ class Place:
     index     for each dim, the ranges of elements; the same for ranks that hold copies
     fits      whether the initial values are the reference's
     elements  for a part that is cut in another way, the number of each of its elements; `shape` is the part's, which is
-              also given for the zero-padded last part of a flat tensor
+              also given for a last part with rows of zeros at its end
     """
 
     name: str
@@ -45,7 +45,7 @@ class Place:
             before = (slice(None),) * dim
             pieces = [whole[(*before, slice(start, stop))] for start, stop in ranges]
             whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=dim)
-        return np.pad(whole, (0, self.shape[0] - len(whole))) if self.shape else whole
+        return filled(whole, self.shape) if self.shape else whole
 
 
 Places = dict[tuple[int, str], Place]
@@ -195,9 +195,10 @@ def _fitting(piece: Piece, name: str, whole: Mapping[str, np.ndarray]) -> Iterat
         place = Place(name, index, True)
         if gap(place.take(whole[name]), piece.values) <= slack:
             yield place
-    mine, size = piece.values.size, whole[name].size
-    if piece.shape is None and piece.values.ndim == whole[name].ndim == 1 and size - (start := size // mine * mine) > 0:
-        place = Place(name, (((start, size),),), True, shape=(mine,))
+    (mine, *rest), (size, *others) = ([*x.shape, 1][: max(x.ndim, 1)] for x in (piece.values, whole[name]))
+    if piece.shape is None and piece.values.ndim and rest == others and 0 < size % max(mine, 1) < size:
+        ranges = ((size // mine * mine, size),), *(((0, other),) for other in others)
+        place = Place(name, ranges, True, shape=piece.values.shape)
         if gap(place.take(whole[name]), piece.values) <= slack:
             yield place
 
@@ -236,8 +237,8 @@ def _chunks(place: Place, whole: Mapping[str, np.ndarray]) -> list[tuple[int, in
     found = []
     if place.elements is not None:
         return found
-    for ranges, size in zip(place.index, whole[place.name].shape):
-        mine = place.shape[0] if place.shape else sum(stop - start for start, stop in ranges)
+    for dim, (ranges, size) in enumerate(zip(place.index, whole[place.name].shape)):
+        mine = place.shape[dim] if place.shape else sum(stop - start for start, stop in ranges)
         if 0 < mine < size:
             chunk = mine if place.shape else ranges[0][1] - ranges[0][0]
             found.append((-(-size // mine), ranges[0][0] // chunk))

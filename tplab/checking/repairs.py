@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from tplab.checking.same_model import Finding, SameModel, What
 
-MOST_TRIED = 8
+MOST_TRIED = 10
 """The most repairs that are tried for one fault."""
 
 MOST_FAULTS = 3
@@ -78,7 +78,8 @@ class Repair:
 class Hypothesis:
     """A possible cause of a fault: in words, with its line, and the repair that would prove it. also: further changes
     that the repair needs. is_partial: the repair does not reach everything that the fault affects, so what is wrong
-    after it may follow from the fault."""
+    after it may follow from the fault. is_forward: nor do gradients, which still go back through what it replaces.
+    last: the second of two that were put together."""
 
     repair: Repair
     cause: str
@@ -86,13 +87,15 @@ class Hypothesis:
     thread: str = ""
     also: tuple[Repair, ...] = ()
     is_partial: bool = False
+    is_forward: bool = False
+    last: Hypothesis | None = None
 
     def and_then(self, other: Hypothesis) -> Hypothesis:
         """Return the hypothesis that both repairs are needed, as for a variance around a mean."""
         words = f"{self.repair.words}; and {other.repair.words}"
         cause = f"{self.cause}; and likewise at {other.where}" if other.where != self.where else self.cause
         also = (*self.also, other.repair, *other.also)
-        return replace(self, repair=replace(self.repair, words=words), cause=cause, also=also)
+        return replace(self, repair=replace(self.repair, words=words), cause=cause, also=also, last=other)
 
 
 def proven(
@@ -116,26 +119,40 @@ def proven(
             findings = rest
             continue
         tried: list[str] = []
-        tries = list(first.hypotheses[:MOST_TRIED])
+        tries, only_forward = [*first.hypotheses[:MOST_TRIED]], list[Hypothesis]()
         for place, one in enumerate(tries):
             found = again([*mended, one.repair, *one.also])
             if found is not None and is_mended(first, found, report):
-                where = one.where or first.where
-                done.append(first.proven(one.cause, one.repair.words, where, first.lines, one.thread))
+                if one.last and (other := again([*mended, one.last.repair, *one.last.also])) is not None:
+                    one, found = (one.last, other) if is_mended(first, other, report) else (one, found)
+                done.append(
+                    first.proven(one.cause, one.repair.words, one.where or first.where, first.lines, one.thread)
+                )
                 mended += [one.repair, *one.also]
                 findings = [  # what is logged may follow from the mended fault
                     other for other in found.findings
-                    if not one.is_partial and not _is_logged(other, found)
+                    if not one.is_partial and not found.is_logged(other)
                     and not any(other.what == known.what and _overlap(other, known) for known in done)
                 ]  # fmt: skip
                 break
             tried.append(one.repair.words)
-            if further and one.repair.kind == "cast" and found is not None and len(tries) < 2 * MOST_TRIED:
+            if found is not None and one.is_forward and _is_loss_mended(first, found):
+                only_forward.append(one)
+                continue
+            is_cast = one.repair.kind == "cast"
+            is_more = is_cast or (one.is_forward and len(one.also) < 2 and not only_forward)
+            if further and is_more and found is not None and len(tries) < 2 * MOST_TRIED:
                 more = further([*mended, one.repair, *one.also], first.step)
                 others = more.findings[0].hypotheses if more is not None and more.findings else ()
-                casts = [one.and_then(other) for other in others if other.repair.kind == "cast"]
-                tries[place + 1 : place + 1] = casts[:2]
+                others = [other for other in others if other.is_forward or (is_cast and other.repair.kind == "cast")]
+                at = place + 1 if is_cast else len(tries)
+                tries[at:at] = map(one.and_then, others[:2])
         else:
+            if only_forward:
+                one = only_forward[0]
+                words = f"{one.repair.words} (right in the forward pass: gradients still go back through what it is)"
+                done.append(first.proven(one.cause, words, one.where, first.lines))
+                break
             done += [
                 replace(first, cause=first.seen, tried=tuple(dict.fromkeys(tried)), thread=""),
                 *(replace(other, cause=other.seen, thread="") for other in rest),
@@ -147,8 +164,8 @@ def proven(
 def is_mended(fault: Finding, found: SameModel, before: SameModel) -> bool:
     """Return whether a fault is gone from a new report, and no earlier quantity, nor one beside it that was right, is
     wrong now. Samples that a run is given are always right, so the whole step must then be."""
-    place, is_logged = _place(fault), _is_logged(fault, before)
-    for other in (other for other in found.findings if is_logged or not _is_logged(other, found)):
+    place, is_logged = _place(fault), before.is_logged(fault)
+    for other in (other for other in found.findings if is_logged or not found.is_logged(other)):
         is_new = not any(_overlap(one, other) for one in before.findings if _place(one) == place)
         is_new = is_new and not {other.name, *other.others} <= before.suspects
         if _place(other) < place or (_place(other) == place and (is_new or _overlap(fault, other))):
@@ -156,13 +173,13 @@ def is_mended(fault: Finding, found: SameModel, before: SameModel) -> bool:
         if fault.what == "samples" and other.step == fault.step:
             return False
     is_right = any(row.ok and row.step == fault.step and row.what in (fault.what, "gradient") for row in found.rows)
-    return found.verdict in ("same", "different") or is_right
+    return found.verdict in ("same", "different", "logs differ") or is_right
 
 
-def _is_logged(finding: Finding, report: SameModel) -> bool:
-    """Return whether training is right in this step, and only what is logged is not."""
-    is_right = any(row.what == "gradient" and row.ok and row.step == finding.step for row in report.rows)
-    return finding.what in ("log", "evaluation") or (finding.what == "loss" and is_right)
+def _is_loss_mended(fault: Finding, found: SameModel) -> bool:
+    """Return whether all that was wrong before the backward pass is right in a new report."""
+    is_right = found.has_right_loss and all(_place(other) >= _place(fault) for other in found.findings)
+    return fault.what == "loss" and is_right
 
 
 def _overlap(a: Finding, b: Finding) -> bool:

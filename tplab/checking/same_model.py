@@ -26,9 +26,10 @@ What = Literal[
 ]
 """What is compared, in the order of a training step."""
 
-Verdict = Literal["same", "different", "could not run", "cannot tell"]
+Verdict = Literal["same", "different", "logs differ", "could not run", "cannot tell"]
 
-EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "could not run": 2, "cannot tell": 3}
+EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "logs differ": 1, "could not run": 2, "cannot tell": 3}
+"""A wrong log of the same model is a fault, too: people decide by it."""
 
 MOST_NAMES = 3
 
@@ -173,14 +174,15 @@ class Row:
 class SameModel:
     """Whether a script trains the same model as its reference, and if not, what is first wrong.
 
-    verdict    "same", "different", "could not run" or "cannot tell"
+    verdict    "same", "different", "logs differ" (of the same model), "could not run" or "cannot tell"
     reason     why it could not run, or why the comparison cannot tell; "" otherwise
     rows       what was compared, in the order of a training step
     findings   the faults, in the same order, without those that follow from one of them
     first      the first of them, or None
     notes      sentences about the comparison: which differences count as rounding, and what was changed for it
-    exit_code  0, 1, 2 or 3, in the order of the verdicts
+    exit_code  0 if nothing is wrong, 1 if anything is, the log alone included; 2 and 3 for the last two verdicts
     suspects   names of further wrong tensors, which may follow from the faults
+    has_right_loss   whether the loss of the last step that was compared is right, whatever its gradients are
     about      what was compared with what: "train.py on 4 ranks with train.py on 1 rank"
     words      the verdicts "same" and "different" in words
     """
@@ -192,7 +194,7 @@ class SameModel:
     ):  # fmt: skip
         self.rows, self.findings, self.notes = tuple(rows), tuple(findings), tuple(notes)
         self.reason, self.about, self.words, self._has_run = reason, about, words, has_run
-        self.suspects: set[str] = set()
+        self.suspects, self.has_right_loss = set[str](), False
 
     def with_findings(self, findings: Iterable[Finding]) -> SameModel:
         """Return the same report with other findings."""
@@ -203,10 +205,15 @@ class SameModel:
     @property
     def verdict(self) -> Verdict:
         if self.findings:
-            return "different"
+            return "logs differ" if all(map(self.is_logged, self.findings)) else "different"
         if not self._has_run:
             return "could not run"
         return "cannot tell" if self.reason or not any(row.ok is not None for row in self.rows) else "same"
+
+    def is_logged(self, finding: Finding) -> bool:
+        """Return whether training is right in the step of a finding, and only what is logged is not."""
+        is_right = any(row.what == "gradient" and row.ok and row.step == finding.step for row in self.rows)
+        return finding.what in ("log", "evaluation") or (finding.what == "loss" and is_right)
 
     @property
     def exit_code(self) -> int:
@@ -225,7 +232,8 @@ class SameModel:
         if self.first is None:
             return about + self.words[0]
         how = f": {self.first.text_of_factor}, at {self.first.where}" if self.first.is_not_finite else ""
-        return f"{about}{self.words[1]}; first wrong in step {self.first.step}: {self.first.title}{how}"
+        words = f"{self.words[0]}, but what it logs is wrong" if self.verdict == "logs differ" else self.words[1]
+        return f"{about}{words}; first wrong in step {self.first.step}: {self.first.title}{how}"
 
     def __str__(self) -> str:
         parts = ["\n".join(fill(line, 110, break_long_words=False) for line in self.title.splitlines())]
@@ -266,7 +274,7 @@ class SameModel:
 
     def _repr_html_(self) -> str:
         """Return the verdict; each fault, expanded, with its values and lines; a table of what was compared."""
-        colour = {"same": "#238636", "different": "#d73a49"}.get(self.verdict, "#9e6a03")
+        colour = {0: "#238636", 1: "#d73a49"}.get(self.exit_code, "#9e6a03")
         style = f"color: {colour}; white-space: pre-line"
         parts = [f"<p><b style='{style}'>{escape(self.title)}</b></p>", *map(_html_of, self.findings)]
         if self.rows:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from tplab.checking.facts import Facts, Found, same
-from tplab.checking.forward import of_value
+from tplab.checking.forward import of_reads, of_value
 from tplab.checking.gaps import farthest, gap, gaps, largest, shown
 from tplab.checking.recording import settings_that_differ
 from tplab.checking.reference import TIMES
@@ -196,6 +196,7 @@ def parameters(facts: Facts) -> Found:
         repair = Repair("parameters", spoken, after[0])
         hypotheses.append(Hypothesis(repair, cause, after[0]))
     begun_at, found = _begun(facts, "parameters", next(mine for _, mine, _ in facts.holders(names[0])))
+    found += of_reads(facts, facts.trails) if facts.trails else ()
     casts = [one for one in found if one.repair.kind == "cast"]
     whole_first = [*_of_whole_tensors(facts, names), *casts]
     hypotheses = [*whole_first, *hypotheses, *(one for one in found if one not in casts)]
@@ -207,11 +208,8 @@ def parameters(facts: Facts) -> Found:
 
 def _begun(facts: Facts, what: Literal["parameters", "buffers"], name: str) -> tuple[str, list[Hypothesis]]:
     """Return the line where a value that ranks end the step with goes wrong, "" if not known, and hypotheses."""
-    facts.wants_trails = True
-    held, trails = getattr(facts.mine[0], what).get(name), facts.trails
-    if trails is None or held is None or (op := trails.first_wrong(held.values)) is None:
-        return "", []
-    return op.line, [*of_value(facts, trails, op, held.values)]
+    held = getattr(facts.mine[0], what).get(name)
+    return of_value(facts, held and held.values)
 
 
 def _of_whole_tensors(facts: Facts, names: Sequence[str]) -> Iterator[Hypothesis]:

@@ -8,8 +8,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from tplab.cost.attention import attention_flops, attention_numbers
-from tplab.cost.figures import check
 from tplab.cost.kernels import Kernels, itemsize, matmul_bytes, matmul_flops
+from tplab.cost.link import check
 from tplab.errors import ClusterError
 
 

@@ -30,12 +30,10 @@ from tplab.cost.algorithms import GATHERS, Cost, check_op, over_link
 from tplab.cost.algorithms import check as check_figures
 from tplab.cost.attention import FusedAttention
 from tplab.cost.chip import Chip
-from tplab.cost.fabric import Fabric
-from tplab.cost.figures import check, si
-from tplab.cost.fitted import Fitted
-from tplab.cost.link import NO_LINK, Link
+from tplab.cost.fabric import Fabric, Fitted
+from tplab.cost.link import NO_LINK, Link, check, si
 from tplab.cost.nodes import Levels, Node, algorithms_over_nodes, over_nodes
-from tplab.errors import ClusterError
+from tplab.errors import ClusterError, one_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ class Cluster:
             raise ClusterError(f"{what}: chip is {self.chip!r}; give a tplab.cost.Chip, as H100")
         if not isinstance(self.inner_link, Link):
             raise ClusterError(f"{what}: inner_link is {self.inner_link!r}; give a tplab.cost.Link, as NVLINK_4")
-        if self.wiring not in ("switch", "torus"):
-            raise ClusterError(f"{what}: wiring is {self.wiring!r}; it must be 'switch' or 'torus'")
+        one_of(f"{what}: wiring", self.wiring, ("switch", "torus"), ClusterError)
         if (self.node_size is None) != (self.outer_link is None):
             raise ClusterError(
                 f"{what}: node_size is {self.node_size!r} and outer_link is {self.outer_link!r}; "
@@ -124,12 +121,7 @@ class Cluster:
     @property
     def label(self) -> str:
         """The name of a clock on this cluster: "modelled, data sheet", or "forecast, ±5 %"."""
-        return "modelled, data sheet" if self.fitted is None else self.kind_text
-
-    @property
-    def kind_text(self) -> str:
-        """The kind, and a forecast's median error in one node: "data sheet", "forecast, ±5 %"."""
-        return self.kind_on(1)
+        return "modelled, data sheet" if self.fitted is None else self.kind_on(1)
 
     def kind_on(self, num_ranks: int) -> str:
         """The kind, and a forecast's median error on rows that it has not seen, for a program on `num_ranks` ranks.
@@ -244,10 +236,10 @@ class Cluster:
     ) -> Cost:
         """Seconds, hops and bytes of a collective whose ranks have an input of `nbytes` each: tplab.cost.collective."""
         group = self._group(ranks)
+        check_op(op)
+        check_figures(nbytes, len(group))
         levels = self._levels(group, at_once)
         if self.fitted is not None:
-            check_op(op)
-            check_figures(nbytes, len(group))
             if algorithm is not None:
                 raise ClusterError(
                     f"algorithm is {algorithm!r}, but cluster {self.name!r} is a forecast, in which NCCL chooses; "
@@ -256,10 +248,8 @@ class Cluster:
             return self.fitted.cost(op, nbytes, len(group), levels, self._fabric)
         if levels is None:
             return over_link(op, nbytes, len(group), self.inner_link, algorithm or "ring")
-        costs = [
-            over_nodes(op, nbytes, levels, name) for name in ([algorithm] if algorithm else algorithms_over_nodes(op))
-        ]
-        return min(costs, key=lambda cost: cost.seconds)
+        names = [algorithm] if algorithm else algorithms_over_nodes(op)
+        return min((over_nodes(op, nbytes, levels, name) for name in names), key=lambda cost: cost.seconds)
 
     def _group(self, ranks: int | Sequence[int]) -> Sequence[int]:
         if isinstance(ranks, int):
@@ -321,11 +311,8 @@ class Cluster:
             m, n, k, batch = matmul
             return self.chip.matmul_seconds(m, n, k, dtype, batch)
         if attention is not None and kernels is not None and kernels.attention:
-            batch, heads, q_len, k_len, width, causal, backward = attention
             oldest = kernels.attention[0].name
-            computing = self.chip.attention_seconds(
-                batch, heads, q_len, k_len, width, dtype, causal, backward, kernel=oldest
-            )
+            computing = self.chip.attention_seconds(*attention[:5], dtype, *attention[5:], kernel=oldest)
             return max(computing, self.chip.seconds(0, bytes))
         return self.chip.seconds(flops, bytes, dtype)
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tplab.cost.clock import Clock, Request
-from tplab.cost.links import Links
+from tplab.cost.clock import Clock, Links, Request
 
 COMPUTE, WAIT, SEND, ISSUE, ROUND, MARK, AFTER = range(7)
 """The entries of a lane, each with two numbers (a, b):

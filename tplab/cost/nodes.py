@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tplab.cost.algorithms import Cost, check, check_op, terms, whole
+from tplab.cost.algorithms import Cost, terms, whole
 from tplab.cost.link import Link
 from tplab.errors import ClusterError
 
@@ -75,7 +75,6 @@ _TREES = {"all_reduce": 2, "barrier": 1}
 
 
 def algorithms_over_nodes(op: str) -> tuple[str, ...]:
-    check_op(op)
     return ("ring", "tree") if op in _TREES else ("ring",)
 
 
@@ -84,7 +83,6 @@ def over_nodes(op: str, nbytes: float, levels: Levels, algorithm: str) -> Cost:
     known = algorithms_over_nodes(op)
     if algorithm not in known:
         raise ClusterError(f"no algorithm is named {algorithm!r} for {op} between nodes; there are {', '.join(known)}")
-    check(nbytes, levels.num_ranks)
     if algorithm == "tree":
         return _tree(op, nbytes, levels)
     if op == "all_to_all":

@@ -12,6 +12,7 @@ from tplab.cost import collectives as cost
 from tplab.cost.cluster import Cluster
 from tplab.cost.kernels import matmul_bytes, matmul_flops
 from tplab.cost.named import find
+from tplab.errors import one_of
 from tplab.sharding import share
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -72,8 +73,7 @@ def pays_from(
 ) -> int | None:
     """The number of tokens from which the overlapped layer is faster than the blocking one, or None if it is not faster
     even with `limit` tokens. Tries powers of two first, then the numbers between the last two."""
-    if mode not in ("gather", "scatter"):
-        raise ValueError(f"mode is {mode!r}; it must be 'gather' or 'scatter'")
+    one_of("mode", mode, ("gather", "scatter"))
     seconds = gather_seconds if mode == "gather" else scatter_seconds
 
     def pays(tokens: int) -> bool:
@@ -95,8 +95,7 @@ class _Layer:
     """A linear layer whose features are sharded over ranks 0 to R-1 of a cluster."""
 
     def __init__(self, tokens: int, in_features: int, out_features: int, num_ranks: int, cluster: Cluster, dtype: str):
-        if dtype not in ITEMSIZE:
-            raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
+        one_of("dtype", dtype, ITEMSIZE)
         self.tokens, self.cluster, self.dtype, self.itemsize = tokens, cluster, dtype, ITEMSIZE[dtype]
         self.inputs = share(in_features, num_ranks, "in_features is")
         self.outputs = share(out_features, num_ranks, "out_features is")

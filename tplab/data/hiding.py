@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, get_args
 
 from tplab.cost import Cluster, find
 from tplab.data.quantization import quantized_bytes
+from tplab.errors import one_of
 
 Scheme = Literal["data parallel", "ZeRO 3", "ZeRO++"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
@@ -79,8 +80,7 @@ def step_seconds(
     Attention itself, which sends nothing, is left out, and so is the time for quantisation in ZeRO++.
     """
     known = find(cluster)
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme is {scheme!r}; it must be one of {', '.join(map(repr, SCHEMES))}")
+    one_of("scheme", scheme, SCHEMES)
     once = sum(known.chip.matmul_seconds(tokens, outputs, inputs, "bfloat16") for inputs, outputs in _matrices(width))
     passes = 2 if scheme == "data parallel" else 3  # the backward pass has two matmuls for each of the forward pass
     return StepSeconds(passes * once, _sending(scheme, block_parameters(width), known, num_ranks))

@@ -70,6 +70,9 @@ class QuantizedBytes(NamedTuple):
     def total(self) -> int:
         return self.codes + self.scales
 
+    def times(self, count: int) -> QuantizedBytes:
+        return QuantizedBytes(count * self.codes, count * self.scales)
+
 
 class How(NamedTuple):
     """The options of a quantised collective, over all of `axis` or on two levels."""

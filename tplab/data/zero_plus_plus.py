@@ -100,9 +100,9 @@ def step_bytes(
     num_others = (num_inside - 1) * num_across  # rows that a rank passes on inside its node
 
     def sent(row: QuantizedBytes) -> LevelBytes:
-        return LevelBytes(_times(num_across - 1, row), _times(num_others, row))
+        return LevelBytes(row.times(num_across - 1), row.times(num_others))
 
-    backward = LevelBytes(QuantizedBytes(0, 0), _times(num_others, plain)) if options.secondary else sent(weights)
+    backward = LevelBytes(QuantizedBytes(0, 0), plain.times(num_others)) if options.secondary else sent(weights)
     return StepBytes(sent(weights), backward, sent(gradients))
 
 
@@ -157,7 +157,3 @@ def options_over(
 
 def _row(num_elements: int, bits: int | None, block: int | None, itemsize: int) -> QuantizedBytes:
     return QuantizedBytes(num_elements * itemsize, 0) if bits is None else quantized_bytes(num_elements, bits, block)
-
-
-def _times(count: int, row: QuantizedBytes) -> QuantizedBytes:
-    return QuantizedBytes(count * row.codes, count * row.scales)

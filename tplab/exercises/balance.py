@@ -12,18 +12,12 @@ import numpy as np
 
 from tplab.exercises.check import Verdict, grade, not_started
 from tplab.exercises.exercise import Exercise, Seen, Tensors, Wrong, own_part
-from tplab.exercises.long_sequence import MERGED, MESHES, NAMES
-from tplab.exercises.long_sequence import TOKENS as ROWS
+from tplab.exercises.long_sequence import CAUSAL, MERGED, MESHES, NAMES, WIDTH, stays_finite
 from tplab.exercises.plain_block import attend
 from tplab.exercises.verdict import untouched
 from tplab.mesh import Mesh
 from tplab.sequence import TokenLayout
 from tplab.sharding import P
-
-WIDTH = 4
-ROUNDING = 1e-5
-"""The tolerance: a program may compute in float32."""
-
 
 # --- positions -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +78,7 @@ POSITIONS = Exercise(
     results={"o": TOKENS},
     gradients=NAMES,
     meshes=MESHES,
-    tolerance=ROUNDING,
+    tolerance=CAUSAL.tolerance,
     by_hand="what each rank has: attention over the ring, and positions that a rank can work out for itself",
     mistakes={
         "o": {
@@ -152,17 +146,13 @@ def _window_exercise(each: int, window: int) -> Exercise:
     def tensors(rng: np.random.Generator, mesh: Mesh) -> Tensors:
         return {name: rng.standard_normal((each * mesh.axis_size("cp"), WIDTH)) for name in NAMES}
 
-    return Exercise(
-        name="window_ring",
+    return replace(
+        CAUSAL,
         tensors=tensors,
-        specs=dict.fromkeys(NAMES, ROWS),
         plain=partial(_windowed, window),
-        results={"o": ROWS},
-        not_with=("ring_attention", "gather_attention", "head_attention", "head_ring_attention"),
         by_hand="`attend`, `merge` and hops (`ring_shift`)",
         fewest=fewest,
         excess="How many ranks back is the farthest key that a query sees, and how many ranks are there at all?",
-        tolerance=ROUNDING,
         meshes=(Mesh(cp=2), Mesh(cp=3), Mesh(cp=5), Mesh(dp=2, cp=3), Mesh(cp=1)),
         mistakes={
             "o": {
@@ -193,7 +183,7 @@ def check_window_ring(fn: Callable[..., Any]) -> Verdict:
         def windowed(q: Any, k: Any, v: Any, window: int = window) -> Any:
             return fn(q, k, v, window)
 
-        verdict = grade(windowed, replace(_window_exercise(each, window), name=name))
+        verdict = grade(windowed, replace(_window_exercise(each, window), name=name), then=stays_finite)
         if not verdict.passed:
             verdict.text += f"\nThe window was {window}, with {each} tokens on each rank."
             return verdict

@@ -17,7 +17,6 @@ from tplab.exercises.plain_block import (
     one_norm,
 )
 from tplab.exercises.slopes import slopes, weight
-from tplab.exercises.verdict import run_on
 from tplab.mesh import Mesh
 from tplab.sharding import P
 
@@ -56,6 +55,17 @@ def _residual(seen: Seen) -> np.ndarray:
     return seen.part(weight(seen.tensors["x"]), 1)
 
 
+def _cut_after_the_sum(seen: Seen) -> np.ndarray:
+    """dx if the sum's backward pass adds nothing up: the loss of a token reaches only the weights of its own rank."""
+    x, total = seen.tensors["x"], _residual(seen)
+    for one in _group(seen):
+        weights = np.zeros_like(x)
+        one.part(weights, 1)[...] = one.part(weight(x), 1)
+        terms = slopes(lambda whole, own=one.own: one_norm(*{**own, "x": whole}.values()) - whole, x, weights)
+        total = total + seen.part(terms, 1)
+    return total
+
+
 def _other_tokens(seen: Seen) -> np.ndarray:
     """dx if f on x adds up the ranks' contributions for their own tokens, which are different tokens."""
     return _residual(seen) + sum(_kept_to_itself(one) - _residual(one) for one in _group(seen))
@@ -68,8 +78,7 @@ KEPT_ON = Mesh(tp=4)
 
 
 def _thrifty(answer: Answer) -> Verdict:
-    """Refuse a sum that every rank receives whole and, in torch, a rank that keeps x of all tokens for its backward
-    pass."""
+    """Refuse a sum that every rank receives whole and, in torch, ranks that each do the norm of all tokens."""
     panels = answer.verdict.panels
     for trace in answer.traces:
         size = answer.tensors(trace.mesh)["x"].size
@@ -84,40 +93,28 @@ def _thrifty(answer: Answer) -> Verdict:
         return answer.verdict
     from tplab.torch import gather_again
 
-    kept, keeps_all = _kept(answer)
-    if keeps_all:
+    tensors = answer.tensors(KEPT_ON)
+    x = tensors["x"][:1]  # so small that a trace has the values that a gather returns
+    values = answer.run(KEPT_ON, {**tensors, "x": x}).trace.values.values()
+    if any(one.size == x.size and np.allclose(np.sort(one, None), np.sort(x, None), atol=1e-5) for one in values):
         but(
-            f"on {KEPT_ON} each rank keeps x of all tokens for its backward pass, {kept:,} bytes with the rest.\nThe "
+            "each rank gathers x, does the norm of all tokens, and keeps what that needs for its backward pass.\nThe "
             "norm needs one token at a time. So which should come first, the norm or the gather?",
             panels,
         )
-    again, _ = _kept(replace(answer, fn=gather_again(answer.fn)))
+    kept, again = _kept(answer, answer.fn), _kept(answer, gather_again(answer.fn))
     return answer.says(f"On {KEPT_ON} a rank keeps {kept:,} bytes, and with `tt.gather_again` {again:,}.")
 
 
-def _kept(answer: Answer) -> tuple[int, bool]:
-    """The bytes that rank 0 keeps for its backward pass, and whether x of all tokens is among them."""
-    tensors = answer.tensors(KEPT_ON)
+def _kept(answer: Answer, fn: Callable[..., Any]) -> int:
+    """The bytes that rank 0 keeps for its backward pass, in float32."""
 
-    def program(whole: Any, *own: Any) -> tuple[int, bool]:
-        from torch.autograd.graph import saved_tensors_hooks
-
+    def program(*own: Any) -> int:
         from tplab.torch import saved_tensors
 
-        own = tuple(tensor.clone().requires_grad_() for tensor in own)
-        in_order, found = whole.flatten().sort().values, []
+        return saved_tensors(fn, *(tensor.clone().requires_grad_() for tensor in own)).bytes
 
-        def pack(tensor: Any) -> Any:
-            if tensor.numel() == whole.numel():
-                found.append(bool(((tensor.detach().flatten().sort().values - in_order).abs() < 1e-9).all()))
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            answer.fn(*own)
-        return saved_tensors(answer.fn, *own).bytes, any(found)
-
-    specs = (P(), *(answer.exercise.specs[name] for name in tensors))
-    return run_on(KEPT_ON, program, tensors["x"], *tensors.values(), in_specs=specs).per_rank[0]
+    return replace(answer, fn=program).run(KEPT_ON).per_rank[0]
 
 
 # --- a block with its tokens split ---------------------------------------------------------------------------------
@@ -147,6 +144,9 @@ TOKENS_SPLIT = Exercise(
             "Is h from gather_from? That is for ranks that all do the same afterwards, and here each uses its own "
             "weights.\n"
             "Or is y added up on all ranks, and then cut?": _kept_to_itself,
+            "y is right, but the gradient of a token's output reaches only the weights of the rank that has this "
+            "token.\nIs y added up on all ranks, and then cut? A reduce_scatter does both, and passes gradients "
+            "back to all.": _cut_after_the_sum,
             "y is right, but f (copy_to) on x adds up gradients of different tokens: each rank has its own.\nAll "
             "ranks use all of h. Which of its gathers adds up their gradients?": _other_tokens,
             "y is right, but the gradients that come back through h are added up twice.\nall_gather does so in its "
@@ -167,11 +167,15 @@ TOKENS_SPLIT = Exercise(
         "give\nfor a token, and then add its x, once.",
         "dx": "dx is for this rank's own tokens: what comes back through h, added up once over all ranks' "
         "weights,\nand the gradient of the residual.",
+        **dict.fromkeys(
+            [f"d{name}" for name in "qkvoab"],
+            "This weight is the rank's own piece, and all tokens go through it: its gradient is complete as it is.",
+        ),
     },
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh) + bytes_of_a_sum(tensors["scale"], mesh),
     excess=(
-        "Attention and the MLP read the same h, and their terms are added to each other: gather h once, and let one "
-        "reduce_scatter add up\nand split both terms."
+        "Weights stay on their ranks. Attention and the MLP read the same h, and their terms are added to each other: "
+        "gather h once,\nand let one reduce_scatter add up and split both terms."
     ),
     surplus="do the other {:,} gather again, so that a rank keeps less?",
     slack=MOST,

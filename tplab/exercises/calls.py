@@ -39,23 +39,24 @@ def _mentioned(code: CodeType, known: dict[str, Any], met: set[CodeType]) -> Ite
     met.add(code)
     value: Any = None
     module: Any = None  # of the current import
-    for step, following in pairwise([*dis.get_instructions(code), None]):
-        assert step is not None
+    names: Any = ()  # that it takes from the module: None in `import a.b as c`, which takes b from a
+    for before, step in pairwise(dis.get_instructions(code)):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"):
             value = known.get(step.argval)
         elif step.opname == "IMPORT_FROM":
             value = getattr(module, step.argval, None)
+            module = value if names is None else module
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             value = getattr(value, step.argval, None) if isinstance(value, ModuleType | type) else None
         elif step.opname == "IMPORT_NAME":
-            is_top = following is not None and following.opname.startswith("STORE")  # `import a.b` stores a
-            value = module = sys.modules.get(step.argval.split(".")[0] if is_top else step.argval)
+            names = before.argval
+            value = module = sys.modules.get(step.argval.split(".")[0] if names is None else step.argval)
         elif step.opname in ("STORE_FAST", "STORE_DEREF", "STORE_NAME") and isinstance(value, ModuleType):
             known = {**known, step.argval: value}
         elif step.opname == "LOAD_FAST" and isinstance(known.get(step.argval), ModuleType):
             value = known[step.argval]
         elif step.opname != "CACHE":
-            value = None if step.opname not in ("PUSH_NULL", "RESUME") else value
+            value = value if step.opname in ("PUSH_NULL", "RESUME", "SWAP", "POP_TOP") else None
         if value is not None:
             yield value
     for inner in code.co_consts:

@@ -128,11 +128,10 @@ def _divided(fn: Callable[..., Any], exercise: Exercise, framework: Framework) -
     """Refuse a program whose ranks gather everything and then each do all of the work."""
     if not exercise.divided:
         return
-    num_ranks = 4
-    mesh = Mesh(**{exercise.divided: num_ranks})
+    mesh = Mesh(**{exercise.divided: 4})
     with on(mesh):
         tensors = exercise.tensors(np.random.default_rng(0), mesh)
-        share = share_of_work(framework, fn, exercise.specs, tensors, exercise.divided, num_ranks)
+        share = share_of_work(framework, fn, exercise.specs, tensors, exercise.divided, mesh.size)
     if share >= MOST_WORK:
         but(
             f"on {mesh} the busiest rank does {share:.0%} of what one rank alone would do.\nFour ranks should share "
@@ -180,6 +179,8 @@ def _wrong(
             entries = f"{count} of {off[rank].size} entries {'is' if count == 1 else 'are'} off"
             most = number_text(float(np.abs(got[rank] - want[rank]).max()))
             by = f"{entries}, by up to {most}." if off[rank].size > 1 else f"It is off by {most}."
+            if np.isnan(got[rank]).any():
+                by = f"{entries}, and some are nan: is anything divided by 0, or infinity subtracted from infinity?"
             if want[rank].dtype.kind == "i":  # an id that is nearly right is wrong
                 one, other = (number_text(float(x[rank][off[rank]][0])) for x in (got, want))
                 by = f"{entries}: {'the first' if count > 1 else 'it'} is {one}, and should be {other}."

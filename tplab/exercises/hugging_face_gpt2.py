@@ -22,6 +22,8 @@ from tplab.sharding import P
 MOST_RANKS = 4
 MESHES = (Mesh(tp=2), Mesh(tp=MOST_RANKS), Mesh(tp=1))
 VOCABULARY, SEQUENCE = 53, 8
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "max_position_embeddings": 16}
+SIZES |= {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": None}
 
 
 def small_gpt2(seed: int = 0) -> Any:
@@ -30,20 +32,7 @@ def small_gpt2(seed: int = 0) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=2,
-            n_embd=32,
-            n_head=4,
-            n_positions=16,
-            vocab_size=VOCABULARY,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=None,
-        )
-    )
+    model = GPT2LMHeadModel(GPT2Config(n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **SIZES))
     model.loss_type = "ForCausalLM"
     with torch.no_grad():
         for parameter in model.parameters():  # norms of ones and biases of zeros would hide mistakes
@@ -58,19 +47,7 @@ def small_llama(seed: int = 0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=32,
-            intermediate_size=48,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=16,
-            bos_token_id=0,
-            eos_token_id=None,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=48, num_attention_heads=8, num_key_value_heads=4, **SIZES))
 
 
 def _ids() -> Any:
@@ -115,8 +92,12 @@ def _compare(mesh: Mesh, sharded: Callable[[Any], Any], model: Any) -> ParallelR
 KNOWN = {
     "^output of .*: its bias is not added": "Add it once, after the sum",
     "^gradient of .*bias: 1/. of the reference on every": "Does each rank add a share? Add all of it, after the sum",
+    "^gradient of .*bias: . times the reference on every": "Is there a copy_to on the bias? Every rank adds it to the "
+    "same sum, and so has all of its gradient",
+    "^gradient of .*c_fc.*: off by .*cause not known": "Is there a copy_to on x? Ranks have different features of x, "
+    "whose gradients are not added up",
 }
-"""Advice on two mistakes that `check_parallel` finds, but does not explain."""
+"""Advice on mistakes that `check_parallel` finds, but does not explain."""
 
 
 @check(takes=(type, FunctionType), how="Give the class itself.")

@@ -72,6 +72,8 @@ GRADIENTS = Exercise(
             "Only this rank's own tile was computed. Its queries have seen the keys of all ranks.": lambda seen: _tile(
                 seen, seen.index, seen.index
             ),
+            "One tile is missing: that of the keys which arrive last. A rank's own tile is one of R, for R "
+            "ranks.": lambda seen: seen.want - _tile(seen, seen.index, (seen.index + 1) % seen.size),
         },
         "dk": {
             _STALE: _sum_of_tiles(lambda _, j: (j, j)),
@@ -182,6 +184,9 @@ CAUSAL = replace(
     mistakes={
         "o": {
             "Each token sees all others, later ones too.": _merged(lambda me, num: [(j, False) for j in range(num)]),
+            "Tiles of later ranks are merged too. All their keys are later than your queries: skip these tiles.": (
+                _merged(lambda me, num: [(j, j == me) for j in range(num)])
+            ),
             "Each rank sees the tiles of the ranks after it. At step t, the keys are those of rank r - t.": _merged(
                 lambda me, num: [(j, j == me) for j in range(me, num)]
             ),
@@ -231,6 +236,7 @@ def _skips_tiles(answer: Answer) -> Verdict:
             "instead of computing and masking them.",
             answer.verdict.panels,
         )
+    stays_finite(answer)
     few, many = (max(_held(answer, ranks, num_passes=0)) for ranks in (4, 8))
     if many - few >= MOST_MORE:
         but(
@@ -241,6 +247,20 @@ def _skips_tiles(answer: Answer) -> Verdict:
     return answer.says(
         f"Four ranks compute {share:.0%} of the square of scores, and the busiest one does {busiest:.0%} of that."
     )
+
+
+def stays_finite(answer: Answer) -> Verdict:
+    """Refuse partial results that are not kept by their log-sum-exps: large scores, of about 100, overflow in them."""
+    mesh = answer.exercise.meshes[0]
+    tensors = answer.tensors(mesh)
+    found = answer.run(mesh, {**tensors, "q": 300 * tensors["q"]}).per_rank
+    if not all(np.isfinite(np.asarray(one)).all() for one in found):
+        but(
+            "where scores are in the hundreds, it returns nan: their exponentials are too large for float32.\n"
+            "Keep log-sum-exps, and let `merge` combine partial results.",
+            answer.verdict.panels,
+        )
+    return answer.verdict
 
 
 def _flops(answer: Answer, mesh: Mesh) -> list[float]:

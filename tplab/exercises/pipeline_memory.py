@@ -9,7 +9,7 @@ import numpy as np
 
 from tplab.exercises.verdict import Case, Verdict, check, compare, on, refuse, right, run_on
 from tplab.mesh import Mesh
-from tplab.pipeline.layer_spec import TiedSpec, layer_names, ties
+from tplab.pipeline.partition import TiedSpec, layer_names, ties
 from tplab.schedules import Action, Schedule, gpipe, interleaved_1f1b, looped_bfs, measured_costs, one_f_one_b
 from tplab.units import counted
 from tplab.widgets.matrices import Panel

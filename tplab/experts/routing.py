@@ -1,4 +1,4 @@
-"""How a router chooses: the rule for both frameworks, and the table of its choices.
+"""How a router chooses: the rule for both frameworks, the table of its choices, and what its losses count.
 
 A router scores each token against every expert. The k best-scored experts compute the token, and their results are
 added up with weights derived from the scores:
@@ -10,6 +10,20 @@ added up with weights derived from the scores:
 
 softmax, then k of them: Shazeer et al. 2017 and Switch (Fedus et al. 2021). sigmoid, groups and bias: DeepSeek-V3
 (arXiv:2412.19437, section 2.1.2).
+
+One loss balances the choices, another keeps scores from growing. With p [T, E] the scores of T tokens as probabilities,
+and f_e the fraction of the T k choices that fall on expert e:
+
+    balance   E * sum_e f_e mean_t(p_te)        1 if all are chosen equally; no gradient goes through f
+    z         mean_t (log sum_e exp z_te)^2     of the logits z
+
+Balance: Fedus et al. 2021 (arXiv:2101.03961), section 2.2; z: Zoph et al. 2022 (arXiv:2202.08906). What has to be
+balanced depends on which tokens f counts:
+
+    "microbatch"   the tokens of this rank, or of the ranks that share its sequences: each microbatch by itself
+    "sequence"     each sequence by itself, and the mean of that
+    "global"       the tokens of all ranks together (Qiu et al. 2025, arXiv:2501.11873). f needs an
+                   all_reduce of E numbers, and the mean of the ranks' losses is then the loss of the whole batch
 """
 
 from __future__ import annotations
@@ -21,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from tplab.errors import ShapeError, one_of
+from tplab.mesh import Axis
 
 SCORES = ("softmax", "sigmoid")
 
@@ -93,3 +108,31 @@ def table_of(choices: Any, experts: int) -> np.ndarray:
             f"choices name expert {wrong}; there are experts 0 to {experts - 1}, and -1 is a dropped choice"
         )
     return table
+
+
+BALANCE = ("microbatch", "sequence", "global")
+
+
+def check_balance(
+    over: str, tokens: int, sequence: int | None, axis: Axis | None, sequence_axis: Axis | None
+) -> tuple[int, Axis | None]:
+    """How many tokens of a rank are counted together, and with those of which other ranks. Raises ValueError and
+    ShapeError."""
+    one_of("over", over, BALANCE)
+    if over == "global":
+        if axis is None or sequence_axis is not None:
+            raise ValueError(
+                "a balance over the global batch counts the choices of all ranks: give axis, along which these are, "
+                "and no sequence_axis"
+            )
+        return tokens, axis
+    if axis is not None:
+        raise ValueError(
+            f"a balance over each {over} does not count the choices of all ranks along {axis!r}: leave out axis, or "
+            'give over="global"; if ranks share each sequence, give sequence_axis, along which they do'
+        )
+    if over == "microbatch":
+        return tokens, sequence_axis
+    if sequence is None or sequence < 1 or tokens % sequence:
+        raise ShapeError(f"{tokens} tokens are no whole number of sequences of {sequence}; give sequence, their length")
+    return sequence, sequence_axis

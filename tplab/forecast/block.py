@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.cost import Cluster
-from tplab.forecast.activations import kept
-from tplab.forecast.layers import ends_seconds, layer_seconds, local
+from tplab.forecast.activations import Stage, kept, stages_on
+from tplab.forecast.layers import ends_seconds, layer_seconds, local, once_seconds
 from tplab.forecast.messages import send_seconds
 from tplab.forecast.model import Model
-from tplab.forecast.once import once_seconds
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack
-from tplab.forecast.stages import Stage, stages_on
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 MICRO = ("tp", "cp", "ep", "etp", "sequence_parallel", "microbatch")

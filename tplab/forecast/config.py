@@ -245,7 +245,7 @@ def _mpt(fields: _Fields, found: Mapping[str, Any]) -> dict[str, Any]:
     attention = _Fields(fields.first("attn_config") or {}, fields.kind, "attn_config.")
     kind, kv_heads = attention.first("attn_type") or "multihead_attention", attention.first("kv_n_heads")
     shared = {"multihead_attention": found["heads"], "multiquery_attention": 1, "grouped_query_attention": kv_heads}
-    one_of("attn_config.attn_type", kind, tuple(shared))
+    one_of("attn_config.attn_type", kind, shared)
     is_learned = fields.first("learned_pos_emb") and attention.first("alibi") is False
     attention.check()
     positions = fields.need("max_seq_len") if is_learned else 0

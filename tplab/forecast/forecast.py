@@ -8,13 +8,17 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from tplab.cost import Cluster, find
+from tplab.forecast.block import Block, Tables
 from tplab.forecast.memory import Held, memory, peak_bytes, room
 from tplab.forecast.model import Model
+from tplab.forecast.pipelines import part_hidden
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.forecast.step import OUTSIDE, Step, pipeline, step
-from tplab.schedules import Simulation
+from tplab.forecast.step import BACKWARD, FORWARD, OUTSIDE, RECOMPUTE, UNDER, Step, step
+from tplab.schedules import Costs, Simulation, simulate
 
 GIB = 2**30
 NAMES = {
@@ -72,9 +76,20 @@ class Forecast(Step):
 
     def pipeline(self, most: int = 64) -> Simulation:
         """The simulation of each of the plan's dp x cp x tp pipelines, with the durations of this forecast. Of more
-        than `most` microbatches, some rounds in the middle are left out, because they are all alike."""
-        given = (self.model, self.plan, self.cluster, self.batch, self.sequence, self.stack)
-        return pipeline(*given, most=most)
+        than `most` microbatches, some rounds in the middle are left out, because they are all alike; DualPipe keeps
+        two. All pairs of passes hide the same part of the shorter one: the mean."""
+        given = Tables(self.model, self.cluster, self.sequence, self.stack)
+        block, plan = Block.of_plan(self.plan, self.batch, given), self.plan
+        fields = (np.array(block.families[0].stages, float) @ block.micro[0, 0]).T
+        forward, backward, again = fields[[FORWARD, BACKWARD, RECOMPUTE]]
+        inputs, weights = (backward + again) / 2, (backward - again) / 2  # I includes all recomputation
+        count, least = plan.microbatches(self.batch), plan.pp * (1 + plan.rule_name.startswith("dualpipe"))
+        left_out = max(0, min(-(-(count - most) // plan.pp), (count - least) // plan.pp))
+        schedule = plan.rule(count - left_out * plan.pp)
+        overlap, send = part_hidden(schedule, forward, backward, fields[UNDER:]), float(block.sends[0])
+        return simulate(
+            schedule, Costs(forward, inputs, weights, send, full_backward=backward, overlap=overlap, unit="s")
+        )
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

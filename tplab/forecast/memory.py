@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tplab.cost.chip import Chip
-from tplab.forecast.activations import Kept
+from tplab.forecast.activations import Kept, held_parameters
 from tplab.forecast.block import Array, Block, Family, Tables
 from tplab.forecast.model import Model
 from tplab.forecast.pipelines import Shape, in_flight, largest
 from tplab.forecast.plan import ITEMSIZE, ROUNDS, Plan, few, round_of
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.forecast.stages import held_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,7 @@ class Model:
             )
         if self.head_dim is None and self.hidden % self.heads:
             raise ShapeError(f"heads={self.heads} does not divide hidden={self.hidden}; give head_dim, or change one")
-        if not 0 <= self.experts_per_token <= self.experts or bool(self.experts) != bool(self.experts_per_token):
-            raise ShapeError(f"a token cannot go through {self.experts_per_token} of {self.experts} experts")
-        if self.experts:
+        if self.experts or self.experts_per_token:
             _ = self.routing
         if self.dense_layers and (not self.experts or self.dense_layers >= self.layers or self.dense_ffn is None):
             few = f"dense_layers={self.dense_layers} of {self.layers} layers come before those with experts"

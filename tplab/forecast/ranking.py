@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, overload
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from tplab.cost import Cluster
-from tplab.forecast.block import Array, Block
-from tplab.forecast.forecast import Forecast, forecast
+from tplab.forecast.block import Block
+from tplab.forecast.forecast import LOST, Forecast, forecast
 from tplab.forecast.memory import bytes_of, room
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
@@ -24,18 +24,9 @@ TOO_LARGE, PERHAPS, SLOWER = "need more than", "may need more than", "fit, and l
 """The beginnings of reasons why plans lost. All other reasons are those why layouts of ranks are refused."""
 OF_PLANS = (TOO_LARGE, PERHAPS, SLOWER)
 
-_LOSES = {
-    "computing": "by computing: in smaller pieces, or in a fuller stage",
-    "recompute": "by recomputation",
-    "tp": "by messages of tensor parallelism",
-    "cp": "by messages of context parallelism",
-    "ep": "by messages of expert parallelism",
-    "host": "by waiting for the host",
-    "bubble": "by the pipeline's bubble",
-    "pp": "by messages between stages",
-    "dp": "by sending gradients and parameters",
-    "optimizer": "by the optimizer",
-}
+_LOSES = {"computing": "computing: in smaller pieces, or in a fuller stage"}
+_LOSES |= {name: text for name, (text, _) in LOST.items()}
+_LOSES |= {"ep": "messages of expert parallelism", "dp": "sending gradients and parameters"}
 
 
 class Estimate(NamedTuple):
@@ -130,25 +121,22 @@ class Plans(Sequence[Forecast]):
 
     @cached_property
     def lost(self) -> Mapping[str, int]:
-        return MappingProxyType(dict((self._refused + self._too_large() + self._slower()).most_common()))
-
-    def _too_large(self) -> Counter[str]:
         too_large = int((np.isfinite(self.held) & (self.held > self.room.most)).sum())
         each = f"the {self.room.sure / 2**30:.0f} GiB of a GPU"
         perhaps = self.considered - too_large - len(self)
-        return Counter({f"{TOO_LARGE} {each}": too_large, f"{PERHAPS} {each}": perhaps})
+        larger = Counter({f"{TOO_LARGE} {each}": too_large, f"{PERHAPS} {each}": perhaps})
+        return MappingProxyType(dict((self._refused + larger + self._slower()).most_common()))
 
     def _slower(self) -> Counter[str]:
         """Which part of a step costs the plans that fit most, compared with the fastest one."""
         if not len(self):
             return Counter()
-        parts = self._each(lambda block, of: np.stack([np.broadcast_to(of[name], block.shape) for name in _LOSES], -1))
-        parts = parts.reshape(-1, len(_LOSES))[self.order]
+        parts = np.concatenate([
+            np.stack([np.broadcast_to(of[name], block.shape).ravel() for name in _LOSES], axis=-1)
+            for block, of in zip(self.blocks, self.parts)
+        ])[self.order]  # fmt: skip
         worst = np.bincount(np.argmax(parts[1:] - parts[0], axis=-1), minlength=len(_LOSES))
-        return Counter({f"{SLOWER} {why}": int(many) for why, many in zip(_LOSES.values(), worst)})
-
-    def _each(self, make: Callable[[Block, Mapping[str, Array]], Array]) -> Array:
-        return np.concatenate([make(block, parts).ravel() for block, parts in zip(self.blocks, self.parts)])
+        return Counter({f"{SLOWER} by {why}": int(many) for why, many in zip(_LOSES.values(), worst)})
 
     def notable(self, most: int = 150) -> list[Estimate]:
         """The plans to compare: the fastest, the fastest of each layout of ranks, and the Pareto front of time and

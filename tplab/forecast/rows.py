@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,25 +12,24 @@ from typing import Any
 
 from tplab.cost import Cluster
 from tplab.errors import TplabError, near
-from tplab.forecast.cells import cells, fields_of, plain, says, switch, whole
-from tplab.forecast.clusters import COLUMNS, check_dtype, cluster_of
+from tplab.forecast.clusters import COLUMNS, cells, check_dtype, cluster_of, fields_of, plain, says, switch, whole
 from tplab.forecast.forecast import Forecast, forecast
 from tplab.forecast.model import MODELS, Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import Stack, find_stack
 
-ANSWERS = (
-    "seconds",
-    "tokens_per_second_per_gpu",
-    "mfu",
-    "memory_gb",
-    "memory_gb_by_rank",
-    "memory_gib",
-    "fits",
-    "low",
-    "high",
-    "why",
-)
+ANSWERS: Mapping[str, Callable[[Forecast], str]] = {
+    "seconds": lambda found: f"{found.seconds:.6g}",
+    "tokens_per_second_per_gpu": lambda found: f"{found.tokens_per_second_per_gpu:.6g}",
+    "mfu": lambda found: f"{found.mfu:.4f}",
+    "memory_gb": lambda found: f"{found.peak.total / 1e9:.2f}",
+    "memory_gb_by_rank": lambda found: " ".join(f"{held.total / 1e9:.2f}" for held in found.memory),
+    "memory_gib": lambda found: f"{found.peak.total / 2**30:.2f}",
+    "fits": lambda found: str(found.fits).lower(),
+    "low": lambda found: "" if found.low is None else f"{found.low:.6g}",
+    "high": lambda found: "" if found.high is None else f"{found.high:.6g}",
+    "why": lambda found: found.why,
+}
 """The columns that are added. A GB is 1e9 bytes; a GiB, as allocators count, is 2^30."""
 
 QUESTIONS = {
@@ -113,7 +112,9 @@ def forecast_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, str]]
     """
     for row in rows:
         try:
-            answers = _answers(*forecast_row(row))
+            note, found = forecast_row(row)
+            answers = {name: text(found) for name, text in ANSWERS.items()}
+            answers["why"] = note + answers["why"]
         except (TplabError, ValueError) as error:
             answers = _unanswered(str(error))
         except Exception as error:  # one bad row must not lose the others
@@ -204,19 +205,3 @@ def _stack(name: str) -> tuple[str, Stack]:
         return "", find_stack(name)
     except ValueError:
         return f"stack {name} was not measured, so this is Megatron's; ", find_stack("megatron")
-
-
-def _answers(note: str, found: Forecast) -> dict[str, str]:
-    held = [f"{found.memory[rank].total / 1e9:.2f}" for rank in found.plan.mesh.ranks]
-    return {
-        "seconds": f"{found.seconds:.6g}",
-        "tokens_per_second_per_gpu": f"{found.tokens_per_second_per_gpu:.6g}",
-        "mfu": f"{found.mfu:.4f}",
-        "memory_gb": f"{found.peak.total / 1e9:.2f}",
-        "memory_gb_by_rank": " ".join(held),
-        "memory_gib": f"{found.peak.total / 2**30:.2f}",
-        "fits": str(found.fits).lower(),
-        "low": "" if found.low is None else f"{found.low:.6g}",
-        "high": "" if found.high is None else f"{found.high:.6g}",
-        "why": note + found.why,
-    }

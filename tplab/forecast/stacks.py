@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tplab.cost import Cluster
-from tplab.data.buckets import BUCKET_BYTES
+from tplab.data.gradients import BUCKET_BYTES
 from tplab.forecast.plan import Plan
 
 
@@ -42,44 +42,6 @@ class Keeps:
     whole_sums: bool = False
     too_high: float = 0.1
     source: str = "assumed"
-
-
-KEEPS: Mapping[str, Keeps] = MappingProxyType(
-    {
-        "megatron": Keeps(
-            wasted=True,
-            workspace=64 * 2**20,
-            too_high=0.12,
-            source="counted; 0.1 % off, on eight ranks of four runs on B200 (MooreThreads/SimuMax 4dcaae5). too_high: "
-            "Llama 3 405B trained on GPUs that have 12 % less than its forecast (arXiv:2407.21783, table 4; it frees "
-            "tensors early). Inputs of matmuls in float8 count as 16 bit",
-        ),
-        "nanotron": Keeps(
-            logits=4.8,
-            workspace=400 * 2**20,
-            spare=2.0,
-            extra=9.7,
-            too_high=0.4,
-            source="logits, workspace, spare and extra: fitted to half of 803 runs of the ultra-scale playbook; on the "
-            "other half the median error is 10.5 % (vinjn/nanotron-ultrascale-playbook 924e4d0)",
-        ),
-        "fsdp": Keeps(
-            logits=5.0,
-            whole_ends=True,
-            source="as of the compiled one, whose loss has four copies of the logits, and one more: assumed. "
-            "Gradients are reduce-scattered in each backward pass, FSDP's default",
-        ),
-        "fsdp-compiled": Keeps(
-            logits=4.0,
-            whole_ends=True,
-            whole_sums=True,
-            source="chosen on six runs on one to four H200s (KempnerInstitute/KempnerForge 5666d0d, which switches "
-            "gradient synchronisation off until the last microbatch)",
-        ),
-        "tplab": Keeps(logits=2.0, spare=4.0, too_high=0.0, source="counted, tensor by tensor"),
-    }
-)
-"""Name of the stack -> Keeps. Other stacks have not been measured."""
 
 
 CONSTANTS = Path(__file__).parent / "measured" / "constants.json"
@@ -158,7 +120,7 @@ def constants() -> Mapping[str, Any]:
 
 def _stack(name: str, defaults: Mapping[str, Any], source: str, **more: Any) -> Stack:
     more |= constants()["stacks"].get(name, {})
-    return Stack(name, MappingProxyType(dict(defaults)), keeps=KEEPS.get(name, Keeps()), source=source, **more)
+    return Stack(name, MappingProxyType(dict(defaults)), source=source, **more)
 
 
 COMPILED = "fsdp-compiled"
@@ -171,6 +133,14 @@ _LISTED = (
         "float32 gradients, the smallest default of Megatron-core's DistributedDataParallelConfig; above 40 ranks of "
         "dp it takes a million for each",
         bucket=160e6,
+        keeps=Keeps(
+            wasted=True,
+            workspace=64 * 2**20,
+            too_high=0.12,
+            source="counted; 0.1 % off, on eight ranks of four runs on B200 (MooreThreads/SimuMax 4dcaae5). too_high: "
+            "Llama 3 405B trained on GPUs that have 12 % less than its forecast (arXiv:2407.21783, table 4; it frees "
+            "tensors early). Inputs of matmuls in float8 count as 16 bit",
+        ),
     ),
     _stack(
         "nanotron",
@@ -182,6 +152,15 @@ _LISTED = (
         balance="computing",
         passes=3.0,
         bucket=500e6,
+        keeps=Keeps(
+            logits=4.8,
+            workspace=400 * 2**20,
+            spare=2.0,
+            extra=9.7,
+            too_high=0.4,
+            source="logits, workspace, spare and extra: fitted to half of 803 runs of the ultra-scale playbook; on the "
+            "other half the median error is 10.5 % (vinjn/nanotron-ultrascale-playbook 924e4d0)",
+        ),
     ),
     _stack(
         "fsdp",
@@ -189,6 +168,12 @@ _LISTED = (
         "torch FSDP, eager, as llm-foundry ran it: float32 pieces, gathered in bfloat16; FlashAttention 2. Of tensor "
         "parallelism by DTensor nothing is hidden",
         attention="flash2",
+        keeps=Keeps(
+            logits=5.0,
+            whole_ends=True,
+            source="as of the compiled one, whose loss has four copies of the logits, and one more: assumed. "
+            "Gradients are reduce-scattered in each backward pass, FSDP's default",
+        ),
         **DTENSOR,
     ),
     _stack(
@@ -196,6 +181,13 @@ _LISTED = (
         {"zero": 3, "recompute": "full", "grad_dtype": "float32", "sequence_parallel": True},
         "torch FSDP2 under torch.compile, as KempnerForge ran it. factor and host: Megatron's",
         attention="flash2",
+        keeps=Keeps(
+            logits=4.0,
+            whole_ends=True,
+            whole_sums=True,
+            source="chosen on six runs on one to four H200s (KempnerInstitute/KempnerForge 5666d0d, which switches "
+            "gradient synchronisation off until the last microbatch)",
+        ),
         **DTENSOR,
     ),
     _stack(
@@ -215,11 +207,14 @@ _LISTED = (
         gathers=3,
         balance="parameters",
         plain=True,
+        keeps=Keeps(logits=2.0, spare=4.0, too_high=0.0, source="counted, tensor by tensor"),
     ),
 )
 
 STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in _LISTED})
 """Every stack by name."""
+
+KEEPS: Mapping[str, Keeps] = MappingProxyType({stack.name: stack.keeps for stack in _LISTED})
 
 ALIASES = {"megatron-lm": "megatron", "megatron-core": "megatron", "megatron-bridge": "megatron", "nemo": "megatron",
     "torch": "fsdp", "fsdp2": "fsdp", "torchtitan": "fsdp", "zero": "deepspeed"}  # fmt: skip

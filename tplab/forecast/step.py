@@ -30,13 +30,11 @@ import numpy as np
 from tplab.cost import Cluster
 from tplab.forecast.block import Array, Block, Family, Tables
 from tplab.forecast.classes import Measured, class_of
-from tplab.forecast.layers import AXES, Layer
+from tplab.forecast.layers import AXES, Layer, Once, at_end
 from tplab.forecast.model import Model
-from tplab.forecast.once import Once, at_end
-from tplab.forecast.pipelines import TERMS, Shape, makespans, part_hidden
+from tplab.forecast.pipelines import TERMS, Shape, makespans
 from tplab.forecast.plan import Plan, few, pairs_passes
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.schedules import Costs, Simulation, simulate
 
 FORWARD, BACKWARD, RECOMPUTE = (Layer._fields.index(name) for name in ("forward", "backward", "recompute"))
 UNDER = Layer._fields.index("ep_forward")
@@ -164,21 +162,3 @@ def _waits(blocks: Sequence[Block], exact: bool) -> list[Array]:
         several = spans.reshape(-1, len(pairs), into.shape[2])
         into[..., 0, way][:, pairs] = several if len(several) == 3 else several[[0, 1, 0]]
     return found
-
-
-def pipeline(
-    model: Model, plan: Plan, cluster: Cluster, batch: int, sequence: int, stack: Stack, most: int
-) -> Simulation:
-    """The plan's schedule with each stage's times, as in `step`. Of more than `most` microbatches, rounds of one per
-    rank are left out; DualPipe keeps two. All pairs of passes hide the same part of the shorter one: the mean."""
-    block = Block.of_plan(plan, batch, Tables(model, cluster, sequence, stack))
-    plan, stages = block.layouts[0], np.array(block.families[0].stages, float)
-    fields = (stages @ block.micro[0, 0]).T
-    forward, backward, again = fields[[FORWARD, BACKWARD, RECOMPUTE]]
-    inputs, weights = (backward + again) / 2, (backward - again) / 2  # I includes all recomputation
-    count, least = plan.microbatches(batch), plan.pp * (1 + plan.rule_name.startswith("dualpipe"))
-    left_out = max(0, min(-(-(count - most) // plan.pp), (count - least) // plan.pp))
-    schedule = plan.rule(count - left_out * plan.pp)
-    overlap = part_hidden(schedule, forward, backward, fields[UNDER:])
-    costs = Costs(forward, inputs, weights, float(block.sends[0]), full_backward=backward, overlap=overlap, unit="s")
-    return simulate(schedule, costs)

@@ -8,10 +8,10 @@ from functools import lru_cache, wraps
 from typing import NamedTuple, ParamSpec
 
 from tplab.experts import expected_copies
+from tplab.forecast.activations import Stage, held_parameters, stages_on
 from tplab.forecast.model import Model
 from tplab.forecast.plan import ITEMSIZE, Plan
 from tplab.forecast.stacks import Stack, find_stack
-from tplab.forecast.stages import Stage, held_parameters, stages_on
 
 Given = ParamSpec("Given")
 

@@ -79,9 +79,9 @@ from tplab.jax.tracing.compiled import CompiledCollective, collectives_in, tempo
 from tplab.jax.tracing.explain import explain
 from tplab.jax.tracing.unroll import trace
 from tplab.jax.training.train import train
-from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, GPTExperts, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
+from tplab.models.state import async_state, blocking_state, classifier_specs
 from tplab.pipeline.checks import split_batch
 from tplab.rings import async_weight, blocking_weight
 

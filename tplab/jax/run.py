@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tplab.checking.typed import Types
+from tplab.comm import check_run, no_out_specs
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import find
 from tplab.jax.ranks.context import without_mesh
@@ -21,7 +22,6 @@ from tplab.jax.tracing.decisions import Asked
 from tplab.jax.tracing.trace import decisions_of, trace_of
 from tplab.jax.tracing.typed import types_of
 from tplab.mesh import Mesh
-from tplab.options import check_run, no_out_specs
 from tplab.trace.trace import Trace, with_types
 
 _KEPT_FOR_TRACE = 4096  # elements of an argument

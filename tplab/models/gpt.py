@@ -8,8 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from tplab.errors import ShapeError, one_of
-from tplab.experts.losses import BALANCE
-from tplab.experts.routing import Routing
+from tplab.experts.routing import BALANCE, Routing
 from tplab.mesh import Axis
 from tplab.models.checks import ACTIVATIONS, LayoutName, SequenceScheme
 from tplab.sharding import P
@@ -29,7 +28,7 @@ class GPTExperts:
     hidden    H, the features of each expert
     blocks    the numbers of the blocks that have experts; None: all of them
     balance   the factor of the balance loss of each of these blocks; 0: there is none
-    over      the tokens over which it balances (`tplab.experts.losses`): "sequence", each sequence by itself, is the
+    over      the tokens over which it balances (`tplab.experts.routing`): "sequence", each sequence by itself, is the
               same loss on every mesh; "microbatch", those of a data-parallel rank, and "global", those of all of them,
               are the same if a rank's microbatches have the same sequences, since choices are counted in each
     shared    features of an MLP without biases that every token uses in addition to its experts; 0: there is none

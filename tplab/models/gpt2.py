@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tplab.errors import ShapeError, SpecError
+from tplab.errors import ShapeError, SpecError, one_of
 from tplab.models.gpt import GPTConfig, gpt_parameters
 
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -32,8 +32,7 @@ def gpt2_config(config: Any) -> GPTConfig:
         if fields.get(name, value) != value:
             raise ValueError(f"{name} is {fields[name]!r}; tplab's GPT has {value!r}, so it would be a different model")
     activation = fields.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation_function is {activation!r}; it must be one of {', '.join(_ACTIVATIONS)}")
+    one_of("activation_function", activation, _ACTIVATIONS)
     drops = fields.get("resid_pdrop", 0.1), fields.get("embd_pdrop", 0.1)
     if drops[0] != drops[1]:
         raise ValueError(f"resid_pdrop is {drops[0]} and embd_pdrop {drops[1]}; tplab's GPT has one dropout for both")

@@ -1,6 +1,7 @@
 """The state of a model, whole and in pieces: name -> array, of any framework; dicts may be nested.
 
-Splitting and joining move bits but change none, so a state that was split and joined again is the same.
+Splitting and joining move bits but change none, so a state that was split and joined again is the same. The
+classifier of overlapped blocks, in either framework, has its state converted here: blocking or overlapped.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tplab.errors import ShapeError, SpecError
-from tplab.mesh import Mesh
-from tplab.sharding import P, held_by
+from tplab.mesh import Axis, Mesh
+from tplab.rings import async_weight, blocking_weight
+from tplab.sharding import P, check_dims, held_by
 
 State = Mapping[str, Any]
 Join = Callable[[list[Any], int], Any]
@@ -98,7 +100,7 @@ def _whole(name: str, pieces: list[Any], spec: P, mesh: Mesh, join: Join) -> Any
 def _check_joinable(name: str, pieces: Mapping[int, Any], spec: P, dim: int) -> None:
     """Check that pieces to be joined along a dim agree in dtype, number of dims, and the size of every other dim."""
     (first, piece), *others = pieces.items()
-    _check_dims(name, piece, spec)
+    check_dims(spec, piece.shape, f"{name} of")
     for rank, other in others:
         shapes = [tuple(x.shape) for x in (piece, other)]
         rest = [(len(shape), shape[:dim] + shape[dim + 1 :]) for shape in shapes]
@@ -109,17 +111,9 @@ def _check_joinable(name: str, pieces: Mapping[int, Any], spec: P, dim: int) -> 
             )
 
 
-def _check_dims(name: str, array: Any, spec: P) -> None:
-    if len(spec) > len(array.shape):
-        raise SpecError(
-            f"{spec} has {len(spec)} entries, and {name}, of shape {tuple(array.shape)}, has {len(array.shape)} dims; "
-            "give at most one entry per dim"
-        )
-
-
 def _piece(name: str, values: list[Any], spec: P, mesh: Mesh, rank: int) -> Any:
     (whole,) = values
-    _check_dims(name, whole, spec)
+    check_dims(spec, whole.shape, f"{name} of")
     return whole[(*(slice(held.start, held.stop) for held in held_by(whole.shape, spec, mesh, rank)), ...)]
 
 
@@ -134,3 +128,61 @@ def _check_names(state: State, specs: State) -> None:
                 if names
             )
         )
+
+
+_MODES = {"up": "gather", "down": "scatter"}
+"""The layers of a block that have an overlapped form, and the mode of each."""
+
+
+def classifier_specs(num_layers: int, axis: Axis = "tp", *, overlap: bool = True) -> dict[str, P]:
+    """How the parameters of a ParallelClassifier are sharded: name in the state -> P.
+
+    The whole shapes, for an input of I features, width W, hidden H, C classes, over R ranks:
+
+        input            weight [W, I], bias [W]: split by features
+        blocks.N.norm    weight [W]
+        blocks.N.up      bias [H]   weight [H, W] split by rows    overlap: [R R, H/R, W/R], each rank's R pieces
+        blocks.N.down    bias [W]   weight [W, H] split by columns overlap: [R R, W/R, H/R]
+        output           weight [C, W] split by columns, bias [C] on every rank
+    """
+    specs = {"input.weight": P(axis), "input.bias": P(axis)}
+    for number in range(num_layers):
+        block = f"blocks.{number}"
+        specs |= {f"{block}.norm.weight": P(axis), f"{block}.up.weight": P(axis), f"{block}.up.bias": P(axis)}
+        specs |= {f"{block}.down.weight": P(axis) if overlap else P(None, axis), f"{block}.down.bias": P(axis)}
+    return specs | {"output.weight": P(None, axis), "output.bias": P()}
+
+
+def async_state(state: State, num_ranks: int, direction: str = "up") -> dict[str, Any]:
+    """The whole state of a blocking block or classifier -> that of the overlapped one. Numbers move but do not change.
+
+    state   flat or nested, of any framework; each `up.weight` and `down.weight` is reordered for the ring
+    """
+
+    def change(weight: Any, mode: str) -> Any:
+        stacked = async_weight(weight, num_ranks, mode, direction)
+        return stacked.reshape(-1, *stacked.shape[2:])
+
+    return _changed(state, change)
+
+
+def blocking_state(state: State, num_ranks: int, direction: str = "up") -> dict[str, Any]:
+    """The reverse of async_state, bit for bit."""
+
+    def change(pieces: Any, mode: str) -> Any:
+        return blocking_weight(pieces.reshape(num_ranks, num_ranks, *pieces.shape[1:]), mode, direction)
+
+    return _changed(state, change)
+
+
+def _changed(state: State, change: Callable[[Any, str], Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        names = (*path, *name.split("."))
+        if isinstance(value, Mapping):
+            found[name] = _changed(value, change, names)
+        elif names[-1] == "weight" and len(names) > 1 and names[-2] in _MODES:
+            found[name] = change(value, _MODES[names[-2]])
+        else:
+            found[name] = value
+    return found

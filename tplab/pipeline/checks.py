@@ -7,8 +7,7 @@ from typing import Any
 
 from tplab.errors import MeshError, ScheduleError, ShapeError
 from tplab.mesh import Axis, Mesh
-from tplab.pipeline.layer_spec import ties
-from tplab.pipeline.partition import Partition
+from tplab.pipeline.partition import Partition, ties
 from tplab.sharding import cut, share
 
 Tied = Sequence[Sequence[tuple[int, str]]]

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from tplab.schedules.action import Action
 from tplab.schedules.auto import auto_schedule
 from tplab.schedules.bounds import Bounds, lower_bounds
-from tplab.schedules.check import Fault, check, faults
+from tplab.schedules.check import Fault, check, faults, program
 from tplab.schedules.communication import to_csv, with_communication, with_optimizer_step
 from tplab.schedules.costs import Costs
-from tplab.schedules.execute import program
 from tplab.schedules.measured import Comparison, compare, measured_costs, measured_strip
 from tplab.schedules.placement import Placement, linear, two_way, v_shape, wave, wrapped
-from tplab.schedules.rules.spelled import dualpipe, dualpipe_v, zb_v
 from tplab.schedules.rules.stamp import Block, v_block, v_half, v_min
+from tplab.schedules.rules.streams import chimera, dualpipe, dualpipe_v, hanayo, zb_v
 from tplab.schedules.rules.turns import (
     gpipe,
     interleaved_1f1b,
@@ -23,7 +22,6 @@ from tplab.schedules.rules.turns import (
     zb_h1,
     zb_h2,
 )
-from tplab.schedules.rules.waves import chimera, hanayo
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import Idle, Simulation

@@ -60,11 +60,14 @@ def as_trace(
     event_of[makers + len(schedule)] = sends = len(computes) + np.arange(len(makers))
     event_of = np.append(event_of, -1)
 
-    def column(of_compute: np.ndarray, of_send: np.ndarray, of_receive: np.ndarray, of_wait: np.ndarray) -> np.ndarray:
-        return np.concatenate([of_compute, of_send, of_receive, of_wait])
+    def column(*of_kinds: np.ndarray) -> np.ndarray:
+        """Of computations, sends, receives and waits."""
+        return np.concatenate(of_kinds)
 
     nothing, no_message = np.full(len(computes), -1), np.full(len(waiters), -1)
-    awaited = _message_of(number, message, waits_for[waiters], waiters)
+    second = np.minimum(waiters + 1, len(number) - 1)  # if a pair waits for its second action's input
+    awaited = np.where(message[second] == waits_for[waiters], number[second], -1)
+    awaited = np.where(message[waiters] == waits_for[waiters], number[waiters], awaited)
     kinds = np.repeat(
         [EVENT_KINDS.index(kind) for kind in ("compute", "send", "receive", "wait")],
         [len(computes), len(makers), len(takers), len(waiters)],
@@ -97,10 +100,3 @@ def as_trace(
             event_of[waits_for[waiters] + len(schedule)],
         ),
     )
-
-
-def _message_of(number: np.ndarray, message: np.ndarray, cause: np.ndarray, waiter: np.ndarray) -> np.ndarray:
-    """The message that each wait is for: its own or, if a pair waits for its second action's input, that one's."""
-    direct = message[waiter] == cause
-    second = np.minimum(waiter + 1, len(number) - 1)
-    return np.where(direct, number[waiter], np.where(message[second] == cause, number[second], -1))

@@ -9,15 +9,14 @@ from math import lcm
 
 import numpy as np
 
-from tplab.errors import ScheduleError
+from tplab.errors import ScheduleError, one_of
 from tplab.schedules.action import B, F, I, W
 from tplab.schedules.costs import Costs, memory_limits
 from tplab.schedules.placement import Placement, counts, name_of, v_shape, wrapped
 from tplab.schedules.rules.greedy import Durations, Policy, list_schedule
-from tplab.schedules.rules.spelled import zb_v
 from tplab.schedules.rules.stamp import Block, blocks, v_half, v_min
+from tplab.schedules.rules.streams import hanayo, zb_v
 from tplab.schedules.rules.turns import gpipe, interleaved_1f1b, interleaved_zb, looped_bfs, one_f_one_b, zb_h1, zb_h2
-from tplab.schedules.rules.waves import hanayo
 from tplab.schedules.schedule import Schedule, row
 from tplab.schedules.simulate import simulate
 from tplab.schedules.simulation import peak_activations
@@ -62,10 +61,8 @@ def auto_schedule(
     ranks, microbatches = counts(ranks=ranks, microbatches=microbatches)
     costs = costs or Costs()
     held = _placement(placement, ranks, virtual_stages)
-    if objective not in ("makespan", "span"):
-        raise ScheduleError(f"the objective is 'makespan' or 'span', not {objective!r}")
-    if solver not in ("heuristic", "quick", "exact"):
-        raise ScheduleError(f"the solver is 'heuristic', 'quick' or 'exact', not {solver!r}")
+    one_of("objective", objective, ("makespan", "span"), ScheduleError)
+    one_of("solver", solver, ("heuristic", "quick", "exact"), ScheduleError)
     _refuse_too_many(held, microbatches, split_backward)
     virtual = sum(map(len, held)) / ranks
     limits = memory_limits(memory_limit, ranks)

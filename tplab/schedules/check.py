@@ -1,19 +1,20 @@
-"""Checks: everything that can be wrong with a schedule, described in words."""
+"""Checks: everything that can be wrong with a schedule, in words; and what an executor runs of a right one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice, zip_longest
 
 import numpy as np
 
 from tplab.errors import ScheduleError
-from tplab.schedules.action import CODE, B, F, I, W, in_words
-from tplab.schedules.communication import transfers
+from tplab.schedules.action import CODE, Action, B, F, I, W, in_words
+from tplab.schedules.communication import transfers, with_communication
 from tplab.schedules.costs import memory_limits
-from tplab.schedules.needs import MISSING, NOTHING
+from tplab.schedules.placement import Placement
+from tplab.schedules.relax import MISSING, NOTHING
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulation import activation_changes, peak_activations
 
@@ -262,3 +263,33 @@ def _memory(schedule: Schedule, limit: float | Sequence[float]) -> Found:
         index = int(schedule.offsets[rank] + np.argmax(held > limits[rank] + 1e-9))
         since = f"from {schedule.in_words(index)} on; its peak is {peaks[rank]:g}"
         yield index, f"holds more microbatches than its limit of {limits[rank]:g} {since}"
+
+
+def require_ranks(schedule: Schedule, num_ranks: int, label: str) -> None:
+    """Raise unless `schedule` is a Schedule with one row per rank of the axis that `label` names."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"train_batch takes a tplab.schedules.Schedule, as gpipe(4, 8), not {schedule!r}")
+    if schedule.num_ranks != num_ranks:
+        raise ScheduleError(
+            f"{schedule!r} is for {schedule.num_ranks} ranks, but axis {label!r} has {num_ranks}; make the schedule "
+            f"with ranks={num_ranks}, or the mesh with {label}={schedule.num_ranks}"
+        )
+
+
+def program(schedule: Schedule, is_forward_only: bool = False) -> list[tuple[Action, ...]]:
+    """What each rank executes: its row, or only the row's forward passes, with sends and receives written out. Raises
+    ScheduleError, as `check` does, if the schedule is not right."""
+    ticks = None if schedule.given_ticks is None else schedule.given_ticks.tobytes()
+    return _program(schedule, schedule.placement, ticks, is_forward_only)
+
+
+@lru_cache(maxsize=16)
+def _program(
+    schedule: Schedule, placement: Placement, ticks: bytes | None, is_forward_only: bool
+) -> list[tuple[Action, ...]]:
+    """Cached, so it is computed once for all ranks. Schedules compare equal even if their placements and ticks
+    differ, so these are part of the cache's key: `check` looks at them."""
+    check(schedule)
+    if is_forward_only:
+        schedule = schedule.forward_only()
+    return (schedule if schedule.has_communication else with_communication(schedule)).by_rank()

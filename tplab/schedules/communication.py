@@ -6,10 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from tplab.errors import ScheduleError
-from tplab.schedules.action import MESSAGES, Action
+from tplab.errors import ScheduleError, one_of
+from tplab.schedules.action import MESSAGES, Action, write_csv
 from tplab.schedules.schedule import Schedule
-from tplab.schedules.text import write_csv
 
 Transfer = tuple[str, int, int]
 """The contents of a message: ("F" or "B", the stage that sends, the microbatch)."""
@@ -92,8 +91,7 @@ def to_csv(schedule: Schedule, form: str = "compute_only") -> str:
 
     An overlapped pair is one cell, "(0F3;7B1)OVERLAP_F_B". Torch has no word for an optimizer step, so it is left out.
     """
-    if form not in ("compute_only", "compute_comms"):
-        raise ScheduleError(f"the form is 'compute_only' or 'compute_comms', not {form!r}")
+    one_of("form", form, ("compute_only", "compute_comms"), ScheduleError)
     if form == "compute_comms":
         schedule = schedule if schedule.has_communication else with_communication(schedule)
         return write_csv(schedule.by_rank(), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.errors import ScheduleError
+from tplab.errors import ScheduleError, one_of
 from tplab.schedules.action import CODE, COMPUTE, B, F, I, W
 from tplab.schedules.schedule import Schedule
 
@@ -80,10 +80,8 @@ class Costs:
                 raise ScheduleError(
                     f"the cost {name} is {value!r}; it must be a finite number, 0 or more{more[_DIMS.get(name, 0)]}"
                 )
-        if self.links not in ("free", "queue", "port"):
-            raise ScheduleError(f"links are 'free', 'queue' or 'port', not {self.links!r}")
-        if self.unit not in ("steps", "s"):
-            raise ScheduleError(f"the cost unit is {self.unit!r}; it must be 'steps' or 's'")
+        one_of("links", self.links, ("free", "queue", "port"), ScheduleError)
+        one_of("the cost unit", self.unit, ("steps", "s"), ScheduleError)
         if self.bandwidth == 0:
             raise ScheduleError("the bandwidth is 0 bytes per unit of time: no message would ever arrive")
         if self.stage_costs is not None:

@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tplab.errors import ScheduleError
-from tplab.schedules.action import CODE, COMPUTE, KINDS, Action, in_words
-from tplab.schedules.needs import Needs, find_needs
+from tplab.schedules.action import CODE, COMPUTE, KINDS, Action, draw, in_words, read_csv, read_picture, read_torch
 from tplab.schedules.placement import Placement, name_of
-from tplab.schedules.relax import earliest_ticks
-from tplab.schedules.text import draw, read_csv, read_picture, read_torch
+from tplab.schedules.relax import Needs, earliest_ticks, find_needs
 from tplab.units import counted
 
 _FEW = 1_000_000
@@ -235,21 +233,21 @@ class Schedule:
         return Schedule(rows, self.placement, self.name)
 
     @classmethod
-    def from_csv(cls, text: str, name: str = "") -> Schedule:
+    def from_csv(cls, text: str) -> Schedule:
         """Read either of torch's forms. Blanks are idle cells; only the order counts, and the ticks follow from it."""
-        return cls(read_csv(text), None, name)
+        return cls(read_csv(text))
 
     @classmethod
-    def from_torch(cls, schedule: Any, name: str = "") -> Schedule:
+    def from_torch(cls, schedule: Any) -> Schedule:
         """From a schedule of torch.distributed.pipelining, or its `pipeline_order` (rank -> list of actions)."""
-        rows, found = read_torch(schedule)
-        return cls(rows, None, name or found)
+        rows, name = read_torch(schedule)
+        return cls(rows, None, name)
 
     @classmethod
-    def parse(cls, picture: str, name: str = "") -> Schedule:
+    def parse(cls, picture: str) -> Schedule:
         """Read what `str` prints. The dots fix the ticks, so `check` can say where an action comes too early."""
         rows, ticks = read_picture(picture)
-        return cls(rows, None, name, ticks)
+        return cls(rows, ticks=ticks)
 
     def __str__(self) -> str:
         """One line per rank, one cell per tick. A schedule that has no ticks prints its rows, and the reason."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tplab.errors import ScheduleError
+from tplab.errors import ScheduleError, one_of
 from tplab.schedules.action import CODE, MESSAGES
 from tplab.schedules.check import require_runnable
 from tplab.schedules.communication import with_optimizer_step
 from tplab.schedules.costs import Costs
-from tplab.schedules.needs import MISSING, NOTHING
-from tplab.schedules.relax import Links, relax
+from tplab.schedules.relax import MISSING, NOTHING, Links, relax
 from tplab.schedules.schedule import Schedule
 from tplab.schedules.simulation import Simulation
 
@@ -31,11 +30,10 @@ def simulate(
     Raises ScheduleError if the schedule cannot run, and says why.
     """
     costs = Costs() if costs is None else costs
-    if optimizer not in (None, "own", "together"):
-        raise ScheduleError(f"optimizer is None, 'own' or 'together', not {optimizer!r}")
     if schedule.has_communication:
         schedule = schedule.select(~np.isin(schedule.kind, MESSAGES))
     if optimizer is not None:
+        one_of("optimizer", optimizer, ("own", "together"), ScheduleError)
         schedule = with_optimizer_step(schedule.compute_only(), sync=costs.gradient_sync > 0)
     if lockstep:
         return _in_lockstep(schedule, costs, optimizer)

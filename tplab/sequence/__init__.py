@@ -8,8 +8,17 @@ from tplab.sequence.costs import (
     attention_bytes,
     tokens_to_hide_hop,
 )
-from tplab.sequence.layout import LAYOUTS, LayoutName, TokenLayout, layout_of
-from tplab.sequence.tiles import AttentionMask, Tile, efficiency, load, tiles_of
+from tplab.sequence.layout import (
+    LAYOUTS,
+    AttentionMask,
+    LayoutName,
+    Tile,
+    TokenLayout,
+    efficiency,
+    layout_of,
+    load,
+    tiles_of,
+)
 
 __all__ = [
     "LAYOUTS",

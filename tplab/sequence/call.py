@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tplab.errors import ShapeError
 from tplab.mesh import Axis
-from tplab.sequence.layout import LayoutName, TokenLayout, layout_of
-from tplab.sequence.tiles import AttentionMask
+from tplab.sequence.layout import AttentionMask, LayoutName, TokenLayout, layout_of
 from tplab.sharding import names_in, share
 
 Array = TypeVar("Array", bound=Any)

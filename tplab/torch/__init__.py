@@ -1,5 +1,6 @@
 """tplab on torch: one rank's program, run on every rank of a mesh."""
 
+from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,9 @@ from tplab.errors import MissingPackageError
 if find_spec("torch") is None:
     raise MissingPackageError("tplab.torch", "torch", extra="torch")
 
-from tplab.models.classifier import async_state, blocking_state, classifier_specs
 from tplab.models.gpt import GPTConfig, GPTExperts, gpt_specs, gpt_state
 from tplab.models.gpt2 import gpt2_config, gpt2_state
+from tplab.models.state import async_state, blocking_state, classifier_specs
 from tplab.pipeline.checks import split_batch
 from tplab.rings import async_weight, blocking_weight
 from tplab.torch.checking.check_parallel import check_parallel
@@ -214,23 +215,17 @@ __all__ = [
 ]
 
 
+_LATER = {"launch": "tplab.torch.scripts", "same_model": "tplab.torch.checking.same_model"}
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs torch.distributed when it is first used: torch.distributed takes time to import."""
-    if name == "launch":
-        from tplab.torch.scripts import launch
-
-        return launch
-    if name == "same_model":
-        from tplab.torch.checking.same_model import same_model
-
-        return same_model
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-for _name in set(__all__) - {
-    "launch",
-    "same_model",
-}:  # torch.compile leaves these alone, and compiles the program around them
+for _name in set(__all__) - {*_LATER}:  # torch.compile leaves these alone, and compiles the program around them
     _function = getattr(globals()[_name], "forward", globals()[_name])
     if isinstance(_function, FunctionType) and _function.__module__.startswith(__name__):
         not_compiled(_function)

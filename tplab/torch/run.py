@@ -13,11 +13,11 @@ import torch
 
 from tplab import spare
 from tplab.checking.typed import Types
+from tplab.comm import check_run, no_out_specs
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import THIS_LAPTOP, find
 from tplab.errors import CrossedOrderWarning, MeshError
 from tplab.mesh import Mesh
-from tplab.options import check_run, no_out_specs
 from tplab.torch.ranks import results
 from tplab.torch.ranks.arguments import Job
 from tplab.torch.ranks.launch import run_on_simulated_ranks

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tplab.mesh import Mesh
 from tplab.trace.label import UNKNOWN, Label
 from tplab.trace.recorder import Recorder
@@ -27,103 +25,45 @@ class Doing(NamedTuple):
     takes: float = 0.0
 
 
-class Said(NamedTuple):
-    """A message or a collective over `group`, as one of its ranks notes it; `number` counts those of the group."""
+class Note(NamedTuple):
+    """One thing that a rank's process notes, on its own clock.
 
-    group: Group
-    number: int
-    op: str
-    axis: str
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    step: int
-    where: str
-    phase: str
-    reduction: str = ""
-    label: Label = UNKNOWN
-    values: np.ndarray | None = None
+    kind     what it is: "compute", "wait", "added" (data of its own to what it had received), "message" (by its
+             sender), "taken" (a message, by its receiver), "collective" (from this rank's arrival until its result)
+    label    whose data it is about
+    key      of a message or a collective: its group, and its number among those of the group
+    about    the further fields of its `Event`; of a message that was taken, `peer` is the sender
+    """
 
-    def event(self) -> dict[str, Any]:
-        """The same as fields of an `Event`."""
-        fields = self._asdict()
-        del fields["number"], fields["label"]
-        return fields | {"contributors": self.label.contributors, "part": self.label.part}
-
-
-class Sent(NamedTuple):
-    """A message to another rank, noted by its sender."""
-
-    target: int
-    start: float
-    said: Said
-
-
-class Taken(NamedTuple):
-    """A message from another rank, noted by its receiver: when it arrived, and the line that asked for it."""
-
-    time: float
-    where: str
-    phase: str
-
-
-class Met(NamedTuple):
-    """A collective of the whole group, noted by each of its ranks: when the rank arrived and when it had its result."""
-
-    begun: float
-    end: float
-    said: Said
-
-
-class Computed(NamedTuple):
-    """A computation; the action it belongs to, if the program says; and what the rank then held for backward passes."""
-
+    kind: str
     start: float
     end: float
-    doing: Doing | None
-    held: int
-
-
-class Added(NamedTuple):
-    """The rank added data of its own to what it had received."""
-
-    op: str
-    time: float
-    shape: tuple[int, ...]
-    dtype: str
     label: Label
-    values: np.ndarray | None
+    key: tuple[Group, int]
+    about: dict[str, Any]
 
 
 class Journal:
-    """The record of one rank, in seconds of its own clock.
+    """The record of one rank, in seconds of its own clock, which is `behind` that of the trace.
 
     A label's chunk is (origin rank) + (piece) * (number of ranks), so that every process can number its own.
     """
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.start = self.end = 0.0
-        self.computed: list[Computed] = []
-        self.added: list[Added] = []
-        self.sent: list[Sent] = []
-        self.received: dict[tuple[int, Group, int], Taken] = {}
-        self.met: list[Met] = []
-        self.waited: list[tuple[str, float, float, str, str]] = []
+        self.start = self.end = self.behind = 0.0
+        self.notes: list[Note] = []
 
-    def shift(self, seconds: float) -> Journal:
-        """The same journal on a clock that is this many seconds ahead."""
-        other = Journal(self.rank)
-        other.start, other.end = self.start + seconds, self.end + seconds
-        other.computed = [one._replace(start=one.start + seconds, end=one.end + seconds) for one in self.computed]
-        other.added = [added._replace(time=added.time + seconds) for added in self.added]
-        other.sent = [sent._replace(start=sent.start + seconds) for sent in self.sent]
-        other.received = {key: taken._replace(time=taken.time + seconds) for key, taken in self.received.items()}
-        other.met = [met._replace(begun=met.begun + seconds, end=met.end + seconds) for met in self.met]
-        other.waited = [
-            (op, start + seconds, end + seconds, axis, where) for op, start, end, axis, where in self.waited
-        ]
-        return other
+    def note(
+        self,
+        kind: str,
+        start: float,
+        end: float,
+        label: Label = UNKNOWN,
+        key: tuple[Group, int] = ((), 0),
+        **about: Any,
+    ) -> None:
+        self.notes.append(Note(kind, start, end, label, key, about))
 
 
 def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequence[str] = ()) -> Trace:
@@ -133,44 +73,46 @@ def trace_of(journals: Sequence[Journal], mesh: Mesh, title: str, warnings: Sequ
     group have arrived until that rank has its result.
     """
     recorder = Recorder(mesh, title, "torch")
-    origin = min(journal.start for journal in journals)
+    origin = min(journal.start + journal.behind for journal in journals)
 
-    def chunk_of(label: Label) -> int:
-        piece, origin_rank = divmod(label.chunk, mesh.size)
-        return -1 if label.chunk < 0 else recorder.chunk(origin_rank, piece)
+    def noted(kind: str, journals: Sequence[Journal] = journals) -> list[tuple[int, Note]]:
+        """The notes of this kind, each with its rank, in seconds of the trace."""
+        return [
+            (journal.rank, note._replace(start=note.start + ahead, end=note.end + ahead))
+            for journal in journals
+            for ahead in [journal.behind - origin]
+            for note in journal.notes
+            if note.kind == kind
+        ]
+
+    def add(rank: int, note: Note, kind: str = "compute", **about: Any) -> int:
+        if note.label.chunk >= 0 and kind != "collective":
+            piece, origin_rank = divmod(note.label.chunk, mesh.size)
+            about["chunk"] = recorder.chunk(origin_rank, piece)
+        about = {"start": note.start, "end": note.end, "contributors": note.label.contributors} | note.about | about
+        return recorder.add(rank, kind, **about)
 
     for journal in journals:
-        for start, end, doing, held in journal.computed:
-            op, where, label, _ = doing or _ANYTHING
-            about = {"chunk": chunk_of(label), "contributors": label.contributors, "where": where, "held": held}
-            recorder.add(journal.rank, "compute", op, start - origin, end - origin, **about)
-        for op, start, end, axis, where in journal.waited:
-            recorder.add(journal.rank, "wait", op, start - origin, end - origin, axis=axis, where=where)
-    for sent, source in sorted(
-        ((sent, j.rank) for j in journals for sent in j.sent), key=lambda entry: (entry[0].start, entry[1])
-    ):
-        receiver, said = journals[sent.target], sent.said
-        taken = receiver.received.get((source, said.group, said.number))
-        arrival = receiver.end if taken is None else taken.time
-        times = {"start": sent.start - origin, "end": max(sent.start, arrival) - origin}
-        about = said.event() | {"peer": sent.target, "chunk": chunk_of(said.label), "part": ()}
-        message = recorder.add(source, "message", **times, **about)
-        if taken is not None and (taken.where, taken.phase) != (said.where, said.phase):
-            recorder.taken(message, taken.where, taken.phase)
-    for journal in journals:
-        for op, time, shape, dtype, label, values in journal.added:  # after the messages, which number the chunks
-            about = {"shape": shape, "dtype": dtype, "chunk": chunk_of(label), "contributors": label.contributors}
-            recorder.add(journal.rank, "compute", op, time - origin, time - origin, values=values, **about)
-    meetings: dict[tuple[Group, int], list[tuple[int, Met]]] = {}
-    for journal in journals:
-        for met in journal.met:
-            meetings.setdefault((met.said.group, met.said.number), []).append((journal.rank, met))
-    for meeting in sorted(meetings.values(), key=lambda meeting: max(met.begun for _, met in meeting)):
-        start, message = max(met.begun for _, met in meeting), recorder.next_message()
-        for rank, met in meeting:
-            times = start - origin, max(start, met.end) - origin
-            recorder.add(rank, "collective", start=times[0], end=times[1], message=message, **met.said.event())
+        for kind in ("compute", "wait"):
+            for rank, note in noted(kind, [journal]):
+                add(rank, note, kind)
+    taken = {(note.about["peer"], rank, note.key): note for rank, note in noted("taken")}
+    for source, note in sorted(noted("message"), key=lambda pair: (pair[1].start, pair[0])):
+        target = note.about["peer"]
+        took = taken.get((source, target, note.key))
+        arrival = journals[target].end + journals[target].behind - origin if took is None else took.end
+        message = add(source, note, "message", end=max(note.start, arrival), group=note.key[0])
+        places = [(one.about["where"], one.about["phase"]) for one in (note, took) if one is not None]
+        if len({*places}) > 1:
+            recorder.taken(message, *places[1])
+    for rank, note in noted("added"):  # after the messages, which number the chunks
+        add(rank, note)
+    meetings: dict[tuple[Group, int], list[tuple[int, Note]]] = {}
+    for rank, note in noted("collective"):
+        meetings.setdefault(note.key, []).append((rank, note))
+    begins = ((max(note.start for _, note in meeting), meeting) for meeting in meetings.values())
+    for start, meeting in sorted(begins, key=lambda entry: entry[0]):
+        about = {"start": start, "message": recorder.next_message(), "group": meeting[0][1].key[0]}
+        for rank, note in meeting:
+            add(rank, note, "collective", end=max(start, note.end), part=note.label.part, **about)
     return recorder.trace(clock="measured", unit="s", warnings=warnings)
-
-
-_ANYTHING = Doing("compute", "", UNKNOWN)

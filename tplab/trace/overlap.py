@@ -58,32 +58,10 @@ class Overlap(NamedTuple):
 
 def overlap(trace: Trace) -> Overlap:
     """How much of the communication in a trace, of any origin, ran while the rank computed. n events: O(n log n)."""
-    kind, rank = trace.column("kind"), trace.column("rank")
-    start, end = trace.column("start"), trace.column("end")
-    is_communication = (kind == "receive") | (kind == "collective")
-    is_computing = kind == "compute"
-    figures = []
-    for number in trace.mesh.ranks:
-        here = rank == number
-        spans = [_union(start[here & kinds], end[here & kinds]) for kinds in (is_communication, is_computing)]
-        both = _length(_union(*np.concatenate(spans).T))
-        lengths = [_length(span) for span in spans]
-        figures.append((*lengths, min(max(0.0, sum(lengths) - both), *lengths)))  # rounding may leave -1e-16
-    return Overlap(*np.array(figures).T)
-
-
-def _union(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The time that these spans cover, as spans that do not touch: [number, (start, end)]."""
-    if not len(start):
-        return np.empty((0, 2))
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
-    begins = np.append(True, start[1:] > end[:-1])
-    return np.stack([start[begins], end[np.append(begins[1:], True)]], 1)
-
-
-def _length(spans: np.ndarray) -> float:
-    return float((spans[:, 1] - spans[:, 0]).sum())
+    communication, computing = trace.busy("receive", "collective"), trace.busy()
+    both = trace.busy("receive", "collective", "compute")
+    hidden = np.clip(communication + computing - both, 0.0, np.minimum(communication, computing))  # as rounding may err
+    return Overlap(communication, computing, hidden)
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> float:

@@ -226,9 +226,9 @@ class Trace:
         """How many rounds of communication there were."""
         return int(self._numbers["step"].max()) + 1 if len(self) else 0
 
-    def busy(self) -> np.ndarray:
-        """How long each rank computed: one figure per rank. Computations that overlap count once."""
-        rows = np.flatnonzero(self._rows(kind="compute"))
+    def busy(self, *kinds: str) -> np.ndarray:
+        """How long each rank computed, or had events of these kinds: one figure per rank. What overlaps counts once."""
+        rows = np.flatnonzero(np.any([self._rows(kind=kind) for kind in kinds or ("compute",)], axis=0))
         rows = rows[np.argsort(self._numbers["rank"][rows], kind="stable")]  # by rank, then by start
         bounds = np.searchsorted(self._numbers["rank"][rows], np.arange(self.mesh.size + 1))
         starts, ends = self._numbers["start"][rows].copy(), self._numbers["end"][rows]

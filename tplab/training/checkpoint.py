@@ -56,12 +56,6 @@ class Part:
         held = range(int(np.prod(size))) if held is None else held
         return cls(shape, start, size, held.start, held.stop)
 
-    @classmethod
-    def from_json(cls, about: Mapping[str, Any]):
-        """The part that `asdict` wrote to a file."""
-        shape, start, size = (tuple(about[name]) for name in ("shape", "start", "size"))
-        return cls(shape, start, size, about["begin"], about["end"])
-
 
 class Owned(NamedTuple):
     """An array that a rank has to write."""
@@ -86,9 +80,12 @@ def begin(folder: str | Path, step: int) -> Path:
 
 def write(partial: Path, rank: int, num_ranks: int, owned: Mapping[str, Owned]) -> None:
     """Write what a rank owns."""
+    from safetensors.numpy import save_file
+
     name = f"rank-{rank}-of-{num_ranks}"
     file = partial / f"{name}.safetensors"
-    _write_arrays(file, {key: array for key, (_, array) in owned.items()})
+    save_file({key: np.ascontiguousarray(array) for key, (_, array) in owned.items()}, str(file))
+    _sync(file)
     parts = {key: asdict(part) for key, (part, _) in owned.items()}
     _write(partial / f"{name}.json", json.dumps({"file": of_file(file), "parts": parts}))
 
@@ -97,7 +94,7 @@ def finish(partial: Path, step: int, num_ranks: int, config: GPTConfig) -> None:
     """Write the index, and give the folder its final name. Called by one rank, when all ranks have written."""
     arrays, files = _arrays(partial, num_ranks)
     index = {"step": step, "num_ranks": num_ranks, "model": _model(config), "arrays": arrays, "files": files}
-    _write(partial / INDEX, json.dumps(sealed(index), indent=1))
+    _write(partial / INDEX, json.dumps(index | {"checksum": _digest(index)}, indent=1))
     _sync(partial)
     os.replace(partial, partial.with_suffix(""))
     _sync(partial.parent)
@@ -106,11 +103,6 @@ def finish(partial: Path, step: int, num_ranks: int, config: GPTConfig) -> None:
 def partial_path(folder: str | Path, step: int) -> Path:
     """Where a checkpoint is while it is being written."""
     return Path(folder) / f"step-{step:08}.partial"
-
-
-def latest(folder: str | Path) -> int | None:
-    """The step of the newest complete checkpoint; None if there is none."""
-    return max((step for step in _steps(folder) if (_path(folder, step) / INDEX).exists()), default=None)
 
 
 def load(folder: str | Path, step: int, names: Iterable[str] | None = None, *, is_checked: bool = False) -> Arrays:
@@ -233,7 +225,7 @@ def _by_file(
                 f"the checkpoint of step {int(path.name[5:])} in {path.parent} has no array {name!r}"
             )
         for part in arrays[name]:
-            files.setdefault(part["file"], []).append((name, Part.from_json(part["part"])))
+            files.setdefault(part["file"], []).append((name, Part(**part["part"])))
     return files
 
 
@@ -278,13 +270,6 @@ def _put(whole: np.ndarray, part: Part, array: np.ndarray) -> None:
     whole[box] = flat.reshape(part.size)
 
 
-def _write_arrays(path: Path, arrays: Arrays) -> None:
-    from safetensors.numpy import save_file
-
-    save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, str(path))
-    _sync(path)
-
-
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
     _sync(path)
@@ -311,11 +296,6 @@ def of_file(path: Path) -> dict[str, Any]:
     """The index's entry for a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def sealed(index: Mapping[str, Any]) -> dict[str, Any]:
-    """The index with a checksum of its contents."""
-    return {**index, "checksum": _digest(index)}
 
 
 def read_index(path: Path) -> dict[str, Any]:

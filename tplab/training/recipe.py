@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
-from tplab.data.buckets import BUCKET_BYTES
+from tplab.data.gradients import BUCKET_BYTES
 from tplab.data.zero import STAGES
 from tplab.errors import one_of
 from tplab.mesh import Mesh
@@ -87,8 +87,15 @@ class Recipe:
     def check_mesh(self, mesh: Mesh, config: GPTConfig) -> None:
         """Raise ValueError if the ZeRO stage does not support the pipelines or the experts, and ShapeError if the ranks
         cannot share heads, features or experts equally."""
-        self._check_sizes(mesh, config)
-        if self.zero == 3 and config.experts is not None:
+        ranks, experts = mesh.axis_size("tp"), config.experts
+        num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+        check_heads(config.width, config.num_heads, num_kv_heads, ranks, "tp", None)
+        hidden = [config.hidden_width] if experts is None or experts.blocks is not None else []
+        for size in hidden if experts is None else (*hidden, experts.hidden, experts.shared):
+            share(size, ranks, "hidden is", axis="tp")
+        if experts is not None:
+            share(experts.routing.experts, mesh.axis_size("ep"), "experts is", axis="ep")
+        if self.zero == 3 and experts is not None:
             raise ValueError(
                 "zero=3 would share every parameter over the ranks of 'ep' too, which hold different experts; take "
                 "zero=2, which shares experts over the ranks that hold copies of them"
@@ -99,17 +106,6 @@ class Recipe:
                 f"zero={self.zero} with pipelines of {mesh.axis_size('pp')} ranks would {what} for each of the "
                 f"{self.microbatches} microbatches; take zero=1, which sends once per step, or a mesh with pp=1"
             )
-
-    @staticmethod
-    def _check_sizes(mesh: Mesh, config: GPTConfig) -> None:
-        ranks, experts = mesh.axis_size("tp"), config.experts
-        num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
-        check_heads(config.width, config.num_heads, num_kv_heads, ranks, "tp", None)
-        hidden = [config.hidden_width] if experts is None or experts.blocks is not None else []
-        for size in hidden if experts is None else (*hidden, experts.hidden, experts.shared):
-            share(size, ranks, "hidden is", axis="tp")
-        if experts is not None:
-            share(experts.routing.experts, mesh.axis_size("ep"), "experts is", axis="ep")
 
     def tokens_on(self, mesh: Mesh, length: int) -> TokenLayout:
         """Which tokens of a sequence each context-parallel rank has. Raises ShapeError if they cannot share it."""

@@ -163,7 +163,7 @@ class Tiles(Played):
     def __init__(self, of: Panels, step: float = 0):
         self.of, self.sentence = of, of.sentence
         self.scenes = [draw(panel, of.geometry) for panel in of.panels]
-        lanes = b"" if of.trace is None else payload.lanes(score(of.trace))
+        lanes = b"" if of.trace is None else payload.timeline(score(of.trace))
         says, about = [of.says(step) for step in range(of.num_steps + 1)], mask_text(of.panels[0].mask).rstrip(",")
         fixed = self.scenes, LEGEND, TITLE, about, says, of.num_ranks
         super().__init__(*fixed, step, AXES, of.times, lanes)

@@ -12,7 +12,7 @@ from tplab.schedules import Comparison, Simulation
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.card import Card, Step, script
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.schedule import overlay, still_overlay
+from tplab.widgets.schedule import overlay
 from tplab.widgets.schedule.overlay import Overlay
 from tplab.widgets.score import payload, still, words
 from tplab.widgets.score.score import Score, score
@@ -37,7 +37,7 @@ class Timeline(Card):
             super().__init__(score=overlay.sent(of), step=step)
         else:
             self.sentence = f"{words.summary(of, 'Timeline')} {self.measured.sentence}".strip()
-            super().__init__(score=payload.lanes(of, self.measured, by_kind=True), step=step)
+            super().__init__(score=payload.timeline(of, self.measured, by_kind=True), step=step)
 
     @property
     def num_steps(self) -> int:
@@ -45,7 +45,7 @@ class Timeline(Card):
 
     def picture(self) -> bytes:
         if isinstance(self.of, Overlay):
-            return still_overlay.picture(self.of, self.step)
+            return overlay.picture(self.of, self.step)
         return still.timeline(self.of, self.measured)
 
 

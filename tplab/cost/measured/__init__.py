@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tplab.cost.attention import Attention
-from tplab.cost.fabric import Error, Fabric
-from tplab.cost.fitted import Fitted
+from tplab.cost.fabric import Error, Fabric, Fitted
 from tplab.cost.kernels import Kernels, Tiles
 from tplab.cost.nccl import Nccl, Ratios
 
@@ -90,7 +89,7 @@ NETWORK_BYTES = 256e6
 
 @cache
 def collectives() -> tuple[Collective, ...]:
-    rows = _rows("nccl.csv")
+    rows = read(HERE / "nccl.csv")
     return tuple(Collective(r["gpu"], r["op"], int(r["gpus"]), float(r["bytes"]), float(r["us"]) / 1e6) for r in rows)
 
 
@@ -101,7 +100,7 @@ def collective_times(gpu: str, op: str, gpus: int) -> list[tuple[float, float]]:
 
 @cache
 def network() -> tuple[Network, ...]:
-    rows = _rows("network_h100.csv")
+    rows = read(HERE / "network_h100.csv")
     rates = [(float(r["gb_s"]) * 1e9, float(r["low"]) * 1e9, float(r["high"]) * 1e9) for r in rows]
     return tuple(Network(r["op"], int(r["nodes"]), *rate) for r, rate in zip(rows, rates))
 
@@ -112,17 +111,16 @@ def between() -> tuple[Between, ...]:
     playbook = [
         Between("playbook", row.op, row.nodes, NETWORK_BYTES, row.seconds) for row in network() if row.nodes > 1
     ]
-    rows = _rows("between.csv")
+    rows = read(HERE / "between.csv")
     others = [Between(r["fabric"], r["op"], int(r["nodes"]), float(r["bytes"]), float(r["us"]) / 1e6) for r in rows]
     return (*playbook, *others)
 
 
 @cache
 def ring_attention() -> tuple[RingAttention, ...]:
-    rows = _rows("ring_attention.csv")
     return tuple(
         RingAttention(r["api"], r["gpu"], r["pass"], r["variant"], 1 / float(r["reached"]), 1 / float(r["ideal"]))
-        for r in rows
+        for r in read(HERE / "ring_attention.csv")
     )
 
 
@@ -130,10 +128,6 @@ def source(name: str, part: str = "") -> str:
     """The source of a table: "nccl", "network_h100", "ring_attention"; or "between" and the name of a fabric, each of
     which has its own source."""
     return source_of(HERE / f"{name}.csv", part)
-
-
-def _rows(name: str) -> list[dict[str, str]]:
-    return read(HERE / name)
 
 
 def source_of(table: Path, part: str = "") -> str:

@@ -14,8 +14,7 @@ import numpy as np
 
 from tplab.cost.chip import Chip
 from tplab.cost.cluster import Cluster
-from tplab.cost.fabric import Error, Fabric
-from tplab.cost.fitted import Fitted
+from tplab.cost.fabric import Error, Fabric, Fitted
 from tplab.cost.link import Link
 from tplab.cost.nccl import MEASURED, Nccl, Ratios
 from tplab.errors import ClusterError
@@ -80,10 +79,8 @@ def fit_cluster(name: str, rows: Sequence[Row], base: Cluster, source: str) -> O
     if matmuls := [row for row in rows if row.op == "matmul"]:
         chip, errors["matmuls"] = _held_out(matmuls, lambda some: _chip(chip, some, source), _chip_seconds)
     if hops := [row for row in rows if row.op == "hop" and row.nodes == 1]:
-        inner, errors["hops"] = _held_out(
-            hops, lambda some: _link(some, source), lambda link, row: link.seconds(row.bytes)
-        )
-    plain = _one(start=0.0, hop=inner.latency, ramp=0.0, bandwidth=inner.bandwidth)
+        inner, errors["hops"] = _held_out(hops, lambda some: _link(some, source), _link_seconds)
+    plain = _one({"start": 0.0, "hop": inner.latency, "ramp": 0.0, "bandwidth": inner.bandwidth})
     found = base.fitted.nccl if base.fitted else plain
     if one:
         found, errors["collectives"] = _held_out(one, lambda some: _nccl(some, ratios), _taken)
@@ -131,27 +128,34 @@ def _held_out(
 
 
 def _fit(
-    begin: Mapping[str, float], off: Callable[[dict[str, float]], Array], shares: Sequence[str] = ()
-) -> tuple[float, dict[str, float]]:
+    begin: Mapping[str, float],
+    make: Callable[[dict[str, float]], T],
+    seconds: Callable[[T, Row], float],
+    rows: Sequence[Row],
+    shares: Sequence[str] = (),
+) -> tuple[float, T]:
+    """(the loss, what `make` makes of the constants with which it takes about as many seconds as were measured)."""
+    measured = np.log([row.seconds for row in rows])
+
+    def made(theta: Array) -> T:
+        return make(dict(zip(begin, np.exp(theta).tolist())))
+
     def residuals(theta: Array) -> Array:
-        return off(dict(zip(begin, np.exp(theta).tolist())))
+        one = made(theta)
+        return np.log(np.maximum([seconds(one, row) for row in rows], 1e-12)) - measured
 
     kept = [place for place, name in enumerate(begin) if name in shares]
     loss, theta = least(residuals, np.log(list(begin.values())), 0.1, shares=kept)
-    return loss, dict(zip(begin, np.exp(theta).tolist()))
-
-
-def _logs(taken: Sequence[float], rows: Sequence[Row]) -> Array:
-    return np.log(np.maximum(taken, 1e-12)) - np.log([row.seconds for row in rows])
+    return loss, made(theta)
 
 
 def _taken(nccl: Nccl, row: Row) -> float:
     return nccl.taken(row.op, row.bytes, row.ranks).seconds
 
 
-def _one(peers: float = 1.0, **of: float) -> Nccl:
-    """One protocol for all sizes; a byte of an all_to_all takes `peers` times as long."""
-    return Nccl(**of, middle=0.0, wait=0.0, switch=0.0, in_switch=0.0, peer_copy=0.0, ratios=PLAIN._replace(peer=peers))
+def _one(of: Mapping[str, float]) -> Nccl:
+    """One protocol for all sizes."""
+    return Nccl(**of, middle=0.0, wait=0.0, switch=0.0, in_switch=0.0, peer_copy=0.0, ratios=PLAIN)
 
 
 def _nccl(rows: Sequence[Row], ratios: Ratios | None) -> Nccl:
@@ -161,24 +165,14 @@ def _nccl(rows: Sequence[Row], ratios: Ratios | None) -> Nccl:
     if ratios is None or len(rows) < _MANY:
         peers = [row for row in rows if row.op == "all_to_all"]
         rings = [row for row in rows if row.op != "all_to_all"] or peers
-        _, found = _fit(begin, lambda of: _logs([_taken(_one(**of), row) for row in rings], rings))
+        _, found = _fit(begin, _one, _taken, rings)
         if not peers or peers is rings:
-            return _one(**found)
-        _, slower = _fit(
-            {"peers": 1.0}, lambda of: _logs([_taken(_one(of["peers"], **found), row) for row in peers], peers)
-        )
-        return _one(slower["peers"], **found)
+            return found
+        return _fit({"peer": 1.0}, lambda of: replace(found, ratios=PLAIN._replace(**of)), _taken, peers)[1]
     begin |= {"middle": quick / 4, "wait": quick / 2, "in_switch": most, "peer_copy": 0.35}
-
-    def protocols(of: dict[str, float], switch: float) -> Nccl:
-        return Nccl(**of, switch=switch, ratios=ratios)
-
-    tried = [
-        (*_fit(begin, lambda of, size=size: _logs([_taken(protocols(of, size), row) for row in rows], rows)), size)
-        for size in _SWITCHES
-    ]
-    _, found, switch = min(tried, key=lambda trial: trial[0])
-    return protocols(found, switch)
+    known: Ratios = ratios
+    tried = [_fit(begin, lambda of, at=at: Nccl(**of, switch=at, ratios=known), _taken, rows) for at in _SWITCHES]
+    return min(tried, key=lambda trial: trial[0])[1]
 
 
 def _between(cluster: Cluster) -> Callable[[Fabric, Row], float]:
@@ -203,24 +197,20 @@ def _fabric(cluster: Cluster, rows: Sequence[Row], source: str) -> Fabric:
         return Fabric("your network", **more, source=source)
 
     priced = _between(cluster)
-    found = ring(begin)
-    if rings:
-        found = ring(_fit(begin, lambda of: _logs([priced(ring(of), row) for row in rings], rings), ["reached"])[1])
+    found = _fit(begin, ring, priced, rings, ["reached"])[1] if rings else ring(begin)
     if peers:
         of_peers = {"by_peers": found.by_peers, "begin": quick / 2, "peer": quick / 8}
-        found = replace(
-            found,
-            **_fit(
-                of_peers, lambda of: _logs([priced(replace(found, **of), row) for row in peers], peers), ["by_peers"]
-            )[1],
-        )
+        return _fit(of_peers, lambda of: replace(found, **of), priced, peers, ["by_peers"])[1]
     return found
 
 
 def _link(rows: Sequence[Row], source: str) -> Link:
     begin = {"latency": min(row.seconds for row in rows), "bandwidth": max(row.bytes / row.seconds for row in rows)}
-    _, found = _fit(begin, lambda of: _logs([of["latency"] + row.bytes / of["bandwidth"] for row in rows], rows))
-    return Link("from rank to rank", **found, source=source)
+    return _fit(begin, lambda of: Link("from rank to rank", **of, source=source), _link_seconds, rows)[1]
+
+
+def _link_seconds(link: Link, row: Row) -> float:
+    return link.seconds(row.bytes)
 
 
 def _chip_seconds(chip: Chip, row: Row) -> float:
@@ -229,15 +219,16 @@ def _chip_seconds(chip: Chip, row: Row) -> float:
 
 def _chip(chip: Chip, rows: Sequence[Row], source: str) -> Chip:
     """The chip with the rates that matmuls reach, and the time to launch one."""
-    dtypes = sorted({row.dtype for row in rows})
     begin = {"launch": min(row.seconds for row in rows) / 2}
-    begin |= {dtype: max(row.bytes / row.seconds for row in rows if row.dtype == dtype) for dtype in dtypes}
-    taken = lambda of: [of["launch"] + row.bytes / of[row.dtype] for row in rows]  # noqa: E731
-    _, found = _fit(begin, lambda of: _logs(taken(of), rows))
-    launch = found.pop("launch")
-    return replace(
-        chip, flops={**chip.flops, **found}, launch=launch, source=f"{chip.source}; rates: {source}", kernels=None
-    )
+    for dtype in sorted({row.dtype for row in rows}):
+        begin[dtype] = max(row.bytes / row.seconds for row in rows if row.dtype == dtype)
+    about = f"{chip.source}; rates: {source}"
+
+    def made(of: dict[str, float]) -> Chip:
+        launch = of.pop("launch")
+        return replace(chip, flops={**chip.flops, **of}, launch=launch, source=about, kernels=None)
+
+    return _fit(begin, made, _chip_seconds, rows)[1]
 
 
 # --- least squares ----------------------------------------------------------------------------------------------------

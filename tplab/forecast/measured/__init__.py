@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -14,8 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tplab.cost import Cluster
-from tplab.forecast.cells import fields_of
-from tplab.forecast.clusters import cluster_of
+from tplab.cost.measured import read
+from tplab.forecast.clusters import cluster_of, fields_of
 from tplab.forecast.model import Model
 from tplab.forecast.plan import Plan
 from tplab.forecast.stacks import find_stack
@@ -72,21 +71,21 @@ def playbook() -> tuple[Run, ...]:
     of = {"source": "playbook", "stack": "nanotron", "cluster": "h100-measured", "batch": "256", "sequence": "4096"}
     return tuple(
         _run({**row, **of, "sequence_parallel": str(row["tp"] != "1"), "fitted": row["clean"]})
-        for row in _rows("playbook.csv")
+        for row in read(HERE / "playbook.csv")
     )
 
 
 @cache
 def runs() -> tuple[Run, ...]:
     """Megatron on A100, H100 and B200; FSDP2; DeepSpeed. The table says which may be fitted."""
-    return tuple(map(_run, _rows("runs.csv")))
+    return tuple(map(_run, read(HERE / "runs.csv")))
 
 
 @cache
 def foundry() -> tuple[Run, ...]:
     """torch FSDP, eager, on 8 to 512 A100s and H100s."""
     found, of = list[Run](), {"source": "llm-foundry", "stack": "fsdp", "compiled": "false", "fitted": "1"}
-    for row in _rows("llmfoundry.csv"):
+    for row in read(HERE / "llmfoundry.csv"):
         chip, memory = row["gpu"].split("_")
         row["cluster"] = f"{chip}-measured" if memory == "80gb" else f"{chip}-{memory}"
         row["fabric"] = "infiniband-ndr" if chip == "h100" else ""
@@ -129,8 +128,3 @@ def sources(name: str) -> list[str]:
     """The lines at the top of a table, which give its source: "playbook", "runs" or "llmfoundry"."""
     lines = (HERE / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("#")]
-
-
-def _rows(name: str) -> list[dict[str, str]]:
-    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("#")))

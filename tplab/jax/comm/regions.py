@@ -43,7 +43,7 @@ def copy_to(x: Any, axis: Axis) -> Array:
     """
     names = this_mesh().names(axis)
     already = tuple(name for name in names if name in varying_axes(x))  # equal by value, though not by type
-    return vary(_summed_gradient(x, already) if already else x, names)
+    return vary(with_backward(_same, _summed, [x], already)[0] if already else x, names)
 
 
 def reduce_from(x: Any, axis: Axis) -> Array:
@@ -112,10 +112,6 @@ def _cut(xs: list[Array], names: Names, dim: int) -> list[Array]:
 
 def _cut_backward(dys: list[Array], axes: list[Names], names: Names, dim: int) -> list[Array]:
     return [vary(_gathered(dys[0], names, dim), axes[0])]
-
-
-def _summed_gradient(x: Array, names: Names) -> Array:
-    return with_backward(_same, _summed, [x], names)[0]
 
 
 def _same(xs: list[Array], names: Names) -> list[Array]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.data.buckets import BUCKET_BYTES, Bucket, Gradient, buckets_of
+from tplab.data.gradients import BUCKET_BYTES, Bucket, Gradient, buckets_of
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.comm.derivatives import with_backward
 from tplab.jax.ranks.context import this_mesh, vary, varying_axes
@@ -31,12 +32,7 @@ def average_gradients(gradients: Any, axis: Axis, *, bucket_bytes: float | None 
     that are the same on every rank by their types, whose gradient is a psum.
     """
     check_own(gradients, axis)
-    leaves, structure = jax.tree.flatten(gradients)
-    means = list(leaves)
-    for bucket in plan_of(leaves, bucket_bytes):
-        for index, mean in zip(bucket.indices, mean_of(bucket, [leaves[index] for index in bucket.indices], axis)):
-            means[index] = mean
-    return structure.unflatten(means)
+    return _by_bucket(gradients, bucket_bytes, partial(_mean_of, axis=axis))
 
 
 def check_own(gradients: Any, axis: Axis, then: str = "") -> None:
@@ -73,13 +69,18 @@ def named(path: Any) -> str:
     return name and f" {name}"
 
 
-def plan_of(arrays: Sequence[Any], bucket_bytes: float | None) -> tuple[Bucket, ...]:
-    """The buckets of arrays like these."""
-    kinds = [(str(x.dtype), tuple(sorted(varying_axes(x)))) for x in arrays]
-    return buckets_of([Gradient(x.size, x.dtype.itemsize, kind) for x, kind in zip(arrays, kinds)], bucket_bytes)
+def _by_bucket(arrays: Any, bucket_bytes: float | None, function: Callable[..., Sequence[Array]]) -> Any:
+    """A pytree of what `function(arrays of a bucket, bucket)` returns for each bucket."""
+    leaves, structure = jax.tree.flatten(arrays)
+    kinds = [(str(x.dtype), tuple(sorted(varying_axes(x)))) for x in leaves]
+    found, each = list(leaves), [Gradient(x.size, x.dtype.itemsize, kind) for x, kind in zip(leaves, kinds)]
+    for bucket in buckets_of(each, bucket_bytes):
+        for index, x in zip(bucket.indices, function([leaves[index] for index in bucket.indices], bucket)):
+            found[index] = x
+    return structure.unflatten(found)
 
 
-def mean_of(bucket: Bucket, members: Sequence[Array], axis: Axis) -> list[Array]:
+def _mean_of(members: Sequence[Array], bucket: Bucket, axis: Axis) -> list[Array]:
     """The means over the axis of a bucket's arrays, which are in the order of its pieces."""
     if len(members) == 1:  # a single one needs no buffer, and keeps its shape in the trace
         return [all_reduce(members[0], axis, "mean")]
@@ -150,13 +151,7 @@ def data_parallel(params: Any, axis: Axis, *, bucket_bytes: float | None = BUCKE
     over all microbatches: then gradients are sent once.
     """
     names = this_mesh().names(axis)
-    leaves, structure = jax.tree.flatten(params)
-    same = list(leaves)
-    for bucket in plan_of(leaves, bucket_bytes):
-        members = [leaves[index] for index in bucket.indices]
-        for index, x in zip(bucket.indices, with_backward(_each, _mean, members, names, bucket)):
-            same[index] = x
-    return structure.unflatten(same)
+    return _by_bucket(params, bucket_bytes, lambda members, bucket: with_backward(_each, _mean, members, names, bucket))
 
 
 def _each(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
@@ -165,4 +160,4 @@ def _each(members: list[Array], names: Names, bucket: Bucket) -> list[Array]:
 
 
 def _mean(grads: list[Array], axes: list[Names], names: Names, bucket: Bucket) -> list[Array]:
-    return [vary(mean, along) for mean, along in zip(mean_of(bucket, grads, names), axes)]
+    return [vary(mean, along) for mean, along in zip(_mean_of(grads, bucket, names), axes)]

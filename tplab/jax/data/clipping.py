@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_along, root
+from tplab.data.gradients import EPSILON, check_max_norm, check_norm_type, cut_along, root
 from tplab.errors import SpecError
 from tplab.jax.comm.collectives import all_reduce, axis_index
 from tplab.jax.pipeline.copies import once

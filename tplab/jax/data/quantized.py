@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -157,34 +158,26 @@ def _in_order(spread: Array, levels: Levels) -> Array:
 # --- derivatives: as if nothing had been rounded ----------------------------------------------------------------------
 
 
-def _gathered_tangent(x: Array, y: Array, dx: Array, how: How) -> Array:
-    return with_backward(_gathered_as_is, _reduced_gradient, [dx], how.exact)[0]
+def _tangent(x: Array, y: Array, dx: Array, how: How, gathers: bool) -> Array:
+    return with_backward(_as_is, _gradient, [dx], how.exact, gathers)[0]
 
 
-def _reduced_tangent(x: Array, y: Array, dx: Array, how: How) -> Array:
-    return with_backward(_reduced_as_is, _gathered_gradient, [dx], how.exact)[0]
+def _as_is(xs: list[Array], how: How, gathers: bool) -> list[Array]:
+    return [(_gathered if gathers else _reduced)(xs[0], how)]
 
 
-def _gathered_as_is(xs: list[Array], how: How) -> list[Array]:
-    return [_gathered(xs[0], how)]
-
-
-def _reduced_as_is(xs: list[Array], how: How) -> list[Array]:
-    return [_reduced(xs[0], how)]
-
-
-def _reduced_gradient(dys: list[Array], axes: Any, how: How) -> list[Array]:
-    return [with_backward(_reduced_as_is, _gathered_gradient, dys, how._replace(op="sum"))[0]]
-
-
-def _gathered_gradient(dys: list[Array], axes: Any, how: How) -> list[Array]:
+def _gradient(dys: list[Array], axes: Any, how: How, gathers: bool) -> list[Array]:
+    """The gradient of one is the other."""
     (dy,) = dys
-    dy = dy / axis_size(how.axis) if how.op == "mean" else dy
-    return [with_backward(_gathered_as_is, _reduced_gradient, [dy], how)[0]]
+    if gathers:
+        how = how._replace(op="sum")
+    elif how.op == "mean":
+        dy = dy / axis_size(how.axis)
+    return with_backward(_as_is, _gradient, [dy], how, not gathers)
 
 
-_gather = Differentiable("tplab_quantized_all_gather", _gathered, _gathered_tangent)
-_reduce = Differentiable("tplab_quantized_reduce_scatter", _reduced, _reduced_tangent)
+_gather = Differentiable("tplab_quantized_all_gather", _gathered, partial(_tangent, gathers=True))
+_reduce = Differentiable("tplab_quantized_reduce_scatter", _reduced, partial(_tangent, gathers=False))
 quantized_all_gather.begin = lambda *args, **kwargs: Handle(quantized_all_gather(*args, **kwargs))  # type: ignore
 quantized_reduce_scatter.begin = lambda *args, **kwargs: Handle(quantized_reduce_scatter(*args, **kwargs))  # type: ignore
 

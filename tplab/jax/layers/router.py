@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tplab.experts.losses import check_balance
-from tplab.experts.routing import Routing
+from tplab.experts.routing import Routing, check_balance
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.layers.linear import linear
 from tplab.jax.layers.parameters import Params, uniform
@@ -114,7 +113,7 @@ def balance_loss(
     sequence_axis   the axis whose ranks share each sequence: "microbatch" and "sequence" count over all of them
     Each axis costs an all_reduce of E numbers, for each sequence. p is the mean of this rank's scores, as
     probabilities. So the mean of the ranks' losses is that of the whole batch.
-    Raises ValueError if an axis does not go with `over`. See tplab.experts.losses for the equations and their sources.
+    Raises ValueError if an axis does not go with `over`. See tplab.experts.routing for the equations and their sources.
     """
     tokens, experts = routed.scores.shape
     each, counted = check_balance(over, tokens, sequence, axis, sequence_axis)

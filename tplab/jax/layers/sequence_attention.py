@@ -122,7 +122,7 @@ def _taken_back(dys: list[Array], axes: Any, order: tuple[int, ...]) -> list[Arr
 def token_positions(
     num_tokens: int, axis: Axis, *, layout: LayoutName = "contiguous", documents: Sequence[int] = ()
 ) -> Array:
-    """The positions [n] of this rank's tokens in the whole sequence: ids[:, positions] are its ids.
+    """The positions [n] of this rank's tokens in a whole sequence of `num_tokens`: ids[:, positions] are their ids.
 
     documents   lengths of packed documents: positions in the token's own document, as RoPE needs them
     """

@@ -23,7 +23,7 @@ from tplab.jax.layers.norms import ParallelRMSNorm
 from tplab.jax.layers.overlap import AsyncLinear, BlockingLinear, Mode
 from tplab.jax.layers.parameters import Params, nested
 from tplab.mesh import Axis
-from tplab.models.classifier import classifier_specs
+from tplab.models.state import classifier_specs
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tplab.mesh import Axis
 from tplab.models import gpt as pure
 from tplab.models.checks import SequenceScheme, check_ids
 from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, beside, gpt_parameters, gpt_specs
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 from tplab.sequence import LayoutName
 
 

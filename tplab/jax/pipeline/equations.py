@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
 from tplab.jax.ranks.context import vary
-from tplab.jax.tracing.jaxprs import LAYOUTS, called, folded
+from tplab.jax.tracing.jaxprs import LAYOUTS, called, folded, followed, reached
 
 Var = Any
 """A variable of a jaxpr: the result of an equation, or an input."""
@@ -22,19 +22,21 @@ _CHEAP = LAYOUTS | {
 """Operations that take less time than reading their result from memory."""
 
 
-class Part:
+class Part(NamedTuple):
     """Some equations of a function, in order, as a function of their own.
 
-    takes   the variables that it needs       gives   its results: variables or literals
+    takes   the variables that it needs       gives   its results: variables or literals       consts   known values
     """
 
-    def __init__(self, equations: Sequence[Any], takes: Sequence[Var], gives: Sequence[Any], consts: dict[Var, Any]):
-        self.takes, self.gives = tuple(takes), tuple(gives)
-        self.equations, self._consts = tuple(equations), consts
+    equations: Sequence[Any]
+    takes: Sequence[Var]
+    gives: Sequence[Any]
+    consts: dict[Var, Any]
 
     def __call__(self, given: dict[Var, Any]) -> list[Any]:
         """Compute the results. `given`: the known values, by variable."""
-        return _evaluate(self.equations, {**self._consts, **{var: given[var] for var in self.takes}}, self.gives)
+        here = self.consts | {var: given[var] for var in self.takes}
+        return followed(self.equations, here, self.gives, lambda eqn, values, _: _results(eqn, values))
 
 
 class Equations:
@@ -76,16 +78,13 @@ class Equations:
 
     def needed_for(self, wanted: Iterable[Any], given: Iterable[Var] = ()) -> set[int]:
         """The places of the equations that these results need if the variables `given` are known."""
-        given, found = set(given), set()
-        pending = [var for var in wanted if not is_literal(var)]
-        while pending:
-            var = pending.pop()
-            place = self._maker.get(var)
-            if var in given or place is None or place in found:
-                continue
-            found.add(place)
-            pending += [atom for atom in self._equations[place].invars if not is_literal(atom)]
-        return found
+        given = set(given)
+
+        def makers(atoms: Iterable[Any]) -> list[int]:
+            unknown = (atom for atom in atoms if not is_literal(atom) and atom not in given)
+            return [self._maker[var] for var in unknown if var in self._maker]
+
+        return set(reached(makers(wanted), lambda place: makers(self._equations[place].invars)))
 
     def part(self, wanted: Sequence[Any], given: Iterable[Var] = ()) -> Part:
         """The part that computes `wanted` from `given` and the inputs."""
@@ -125,17 +124,6 @@ class Equations:
 
 def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
-
-
-def _evaluate(equations: Iterable[Any], known: dict[Var, Any], wanted: Iterable[Any]) -> list[Any]:
-    """Compute `wanted`, one equation after another."""
-
-    def read(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else known[atom]
-
-    for eqn in equations:
-        known.update(zip(eqn.outvars, _results(eqn, [read(atom) for atom in eqn.invars])))
-    return [read(atom) for atom in wanted]
 
 
 def _inlined(inner: Any, values: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -49,9 +48,10 @@ class Keeping(NamedTuple):
         return {"F": saved, "B": -saved, "I": left + outlasting - saved, "W": -left - outlasting}[kind]
 
 
-@dataclass(frozen=True)
 class Plan:
-    """The work of each tick.
+    """The work of each tick, for a schedule of computations.
+
+    program_of   which program each stage runs          keeping   what each program keeps
 
     table     column -> [ticks, ranks]:
               "action"           the number of the pass in `passes`, counted from 1; 0 where the rank idles
@@ -66,20 +66,6 @@ class Plan:
     stash     buffer -> its number of slots
     """
 
-    table: dict[Any, np.ndarray]
-    passes: tuple[tuple[str, int], ...]
-    rounds: tuple[Pairs, ...]
-    round_of: np.ndarray
-    inbox: int
-    stash: dict[Buffer, int]
-
-
-def plan(schedule: Schedule, program_of: Sequence[int], keeping: Sequence[Keeping]) -> Plan:
-    """Plan a schedule of computations. `program_of` says which program each stage runs, `keeping` what each keeps."""
-    return _Planner(schedule, program_of, keeping).plan()
-
-
-class _Planner:
     def __init__(self, schedule: Schedule, program_of: Sequence[int], keeping: Sequence[Keeping]):
         self.schedule, self.program_of, self.keeping = schedule, program_of, keeping
         self.shape = schedule.num_ticks, schedule.num_ranks
@@ -89,12 +75,9 @@ class _Planner:
         self.actions = [action for row in schedule.by_rank() for action in row]
         for place, action in enumerate(self.actions):
             self.places[action.kind, action.stage, action.microbatch] = place
-
-    def plan(self) -> Plan:
-        passes = self._actions()
-        rounds, round_of, inbox = self._messages()
-        stash = self._stash()
-        return Plan(dict(self.table), passes, rounds, round_of, inbox, stash)
+        self.passes = self._actions()
+        self.rounds, self.round_of, self.inbox = self._messages()
+        self.stash = self._stash()
 
     def _actions(self) -> tuple[tuple[str, int], ...]:
         """Note what each rank does."""

@@ -18,10 +18,9 @@ from tplab.jax.pipeline.passes import Layer, is_float
 from tplab.jax.ranks.context import run_key, this_mesh
 from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied, tied_in
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec, layer_names, ties
-from tplab.pipeline.partition import Partition, cut_layers
+from tplab.pipeline.partition import LayerSpec, Partition, TiedSpec, cut_layers, layer_names, ties
 from tplab.schedules import Schedule
-from tplab.schedules.execute import require_ranks
+from tplab.schedules.check import require_ranks
 from tplab.schedules.placement import Placement, one_way
 from tplab.sharding import P
 

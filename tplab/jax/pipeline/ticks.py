@@ -17,42 +17,60 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from tplab.errors import ShapeError
 from tplab.jax.comm.collectives import axis_index, ppermute
-from tplab.jax.pipeline.flat import Flat, Kind, Sizes, add_at, largest
+from tplab.jax.pipeline.equations import Var
+from tplab.jax.pipeline.flat import Flat, Kind, add_at, largest
+from tplab.jax.pipeline.passes import Loss
 from tplab.jax.pipeline.plan import Buffer, Pairs, Plan
-from tplab.jax.pipeline.programs import Batch, Program
-from tplab.jax.pipeline.stages import Blueprints
-from tplab.jax.ranks.context import this_mesh, vary
+from tplab.jax.pipeline.programs import Batch, Program, programs_of
+from tplab.jax.pipeline.stages import Stages
+from tplab.jax.ranks.context import this_mesh, vary, varying_axes
 from tplab.jax.tracing.actions import STORE, action
 from tplab.mesh import Axis
+from tplab.pipeline.checks import check_data_axis, check_microbatches
 from tplab.schedules import Costs, Schedule
 
 Carry = TypeVar("Carry")
 
 
 class Ticks:
-    """All ticks of a batch, on one rank."""
+    """All ticks of a batch, on one rank. The arguments are those of `train_batch`; `forward_only`: run F alone.
+
+    share           a microbatch's share of the batch's loss
+    message_sizes   the length of messages
+    """
 
     def __init__(
         self,
         schedule: Schedule,
-        plan: Plan,
-        programs: Sequence[Program],
-        blueprints: Blueprints,
-        params: Flat,
-        batch: Batch,
+        stages: Stages,
+        microbatches: Sequence[tuple[Any, Any]],
+        loss: Loss,
         axis: Axis,
+        data_axis: Axis | None,
         costs: Costs | None,
+        checkpoint_every: int | None = None,
+        first: int | Array = 0,
+        key: Any = None,
+        forward_only: bool = False,
     ):
-        self.plan, self.programs, self.blueprints = plan, programs, blueprints
-        self.params, self.batch, self.axis = params, batch, axis
+        mesh, self.blueprints, self.axis = this_mesh(), stages.blueprints, axis
+        check_data_axis(mesh, axis, data_axis)
+        axes = mesh.names(axis) if data_axis is None else (*mesh.names(axis), *mesh.names(data_axis))
+        self.batch = Batch(check_microbatches(microbatches, schedule.num_microbatches), key, axes, first)
+        self.params = _own(stages, axes)
+        programs, program_of = programs_of(self.blueprints, self.params, self.batch, loss, checkpoint_every)
+        if forward_only:
+            schedule, programs = schedule.forward_only(), [program.forward_only() for program in programs]
+        schedule, self.programs = schedule.compute_only(), programs
+        self.plan = Plan(schedule, program_of, [program.keeping for program in programs])
         self.share = 1 / schedule.num_microbatches
         self.message_sizes = largest(layout for p in programs for layout in (p.leaves, p.returns))
-        self.table = plan.table | self._places()
+        self.table = self.plan.table | self._places()
         self.seconds = np.zeros((schedule.num_ticks, schedule.num_ranks))
         if costs is not None:
             self.seconds[schedule.ticks, schedule.rank] = costs.durations(schedule)
-        mesh = this_mesh()
         groups = np.array([mesh.group(rank, axis) for rank in mesh.ranks], np.int32)
         self.group = jnp.asarray(groups)[lax.axis_index(mesh.axis_names)]
 
@@ -95,7 +113,7 @@ class Ticks:
         return state, None
 
     def _act(self, kind: str, program: Program, row: Row, state: State, *_: Array) -> State:
-        return Act(program, row, state, self.params, self.batch, self.message_sizes, self.share).do(kind)
+        return Act(self, program, row, state).do(kind)
 
     def _places(self) -> dict[Any, np.ndarray]:
         """More columns: the first layer of the action's stage, and where its parameters begin among the rank's."""
@@ -111,6 +129,17 @@ class Ticks:
             if begin.any():  # otherwise it is a constant
                 columns["begin", kind] = np.take_along_axis(begin, stage.T, axis=1).T
         return columns
+
+
+def _own(stages: Stages, axes: tuple[str, ...]) -> Flat:
+    """The parameters, declared to differ along `axes`, so that gradients are added up along them once, at the end."""
+    for kind, x in stages.flat.items():
+        if more := varying_axes(x) - {*kind.axes, *axes}:
+            raise ShapeError(
+                f"the stages' {kind.dtype} parameters differ along {', '.join(map(repr, sorted(more)))}, where they "
+                f"were made to differ along {', '.join(map(repr, kind.axes))} only; give in_specs that say so"
+            )
+    return {kind: vary(x, axes) for kind, x in stages.flat.items()}
 
 
 def _when(condition: Array, update: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -161,26 +190,19 @@ class State(NamedTuple):
 
 
 class Act:
-    """An action in progress.
+    """An action in progress. `row` says where its inputs are."""
 
-    row             where to find its inputs
-    params          the parameters of all stages of the rank
-    message_sizes   the length of messages
-    share           a microbatch's share of the batch's loss
-    """
-
-    def __init__(
-        self, program: Program, row: Row, state: State, params: Flat, batch: Batch, message_sizes: Sizes, share: float
-    ):
-        self._program, self._passes, self._row, self._state = program, program.passes, row, state
-        self._message_sizes, self._share = message_sizes, share
-        self._begin = {kind: row.get(("begin", kind), 0) for kind in params}
-        own = program.params(params, self._begin)
-        given = batch.given(own, program.is_first, program.is_last, row["microbatch"], row["place"])
+    def __init__(self, ticks: Ticks, program: Program, row: Row, state: State):
+        self._ticks, self._program, self._passes, self._row, self._state = ticks, program, program.passes, row, state
+        self._begin = {kind: row.get(("begin", kind), 0) for kind in ticks.params}
+        own = program.params(ticks.params, self._begin)
+        given = ticks.batch.given(own, program.is_first, program.is_last, row["microbatch"], row["place"])
         self._known = dict(zip(program.passes.traced.fixed, given.flat()[0]))
 
     def do(self, kind: str) -> State:
         """Execute F, B, I or W. Returns the state after it."""
+        if kind != "F":
+            self._recall(self._passes.saved, self._program.saved)
         does = {"F": self._forward, "B": self._backward, "I": self._input_grad, "W": self._weight_grad}
         does[kind]()
         return self._state._replace(count=self._state.count + 1)
@@ -195,16 +217,13 @@ class Act:
             loss = self._state.loss
             self._state = self._state._replace(loss=loss + outputs[0].astype(loss.dtype))
         else:
-            self._state = self._state._replace(message=program.leaves.pack(outputs, self._message_sizes))
+            self._state = self._state._replace(message=program.leaves.pack(outputs, self._ticks.message_sizes))
 
     def _backward(self) -> None:
-        self._recall_saved()
         self._take_ends()
-        results = self._passes.backward(self._known)
-        self._add(self._passes.trained, self._send_back(results))
+        self._add(self._passes.trained, self._send_back(self._passes.backward(self._known)))
 
     def _input_grad(self) -> None:
-        self._recall_saved()
         self._take_ends()
         rest = self._send_back(self._passes.input_grad(self._known))
         early = self._passes.early
@@ -212,10 +231,7 @@ class Act:
         self._keep(self._program.left, rest[len(early) :])
 
     def _weight_grad(self) -> None:
-        self._recall_saved()
-        stash = self._state.stash
-        left = zip(self._passes.left, self._program.left)
-        self._known |= {var: at(stash[buffer], self._row[buffer]) for var, buffer in left}
+        self._recall(self._passes.left, self._program.left)
         self._add(self._passes.late, self._passes.weight_grad(self._known))
 
     # --- where things are ----------------------------------------------------------------------------------------
@@ -229,14 +245,15 @@ class Act:
         program = self._program
         if program.is_last:
             (kind,) = program.ends.sizes
-            ends = [vary(jnp.full((), self._share, kind.dtype), kind.axes)]
+            ends = [vary(jnp.full((), self._ticks.share, kind.dtype), kind.axes)]
         else:
             ends = program.ends.unpack(self._taken())
         self._known |= zip(self._passes.traced.ends, ends)
 
-    def _recall_saved(self) -> None:
-        stash, saved = self._state.stash, zip(self._passes.saved, self._program.saved)
-        self._known |= {var: at(stash[buffer], self._row[buffer]) for var, buffer in saved}
+    def _recall(self, variables: Sequence[Var], buffers: Sequence[Buffer]) -> None:
+        """Get what an earlier pass has kept."""
+        kept = zip(variables, buffers, strict=True)
+        self._known |= {var: at(self._state.stash[buffer], self._row[buffer]) for var, buffer in kept}
 
     def _keep(self, buffers: Sequence[Buffer], values: Sequence[Array]) -> None:
         stash = dict(self._state.stash)
@@ -248,7 +265,7 @@ class Act:
         """Make the gradients of the inputs, which come first, the message. Returns the other results."""
         program, after = self._program, len(self._program.returns.slots)
         if not program.is_first:
-            message = program.returns.pack(results[:after], self._message_sizes)
+            message = program.returns.pack(results[:after], self._ticks.message_sizes)
             self._state = self._state._replace(message=message)
         return results[after:]
 

@@ -7,20 +7,17 @@ from typing import Any
 
 from jax import Array
 
-from tplab.errors import ScheduleError, ShapeError
+from tplab.errors import ScheduleError
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.pipeline.copies import add_copies, mean
-from tplab.jax.pipeline.flat import Flat
 from tplab.jax.pipeline.passes import Loss
-from tplab.jax.pipeline.plan import plan
-from tplab.jax.pipeline.programs import Batch, programs_of
 from tplab.jax.pipeline.stages import Stages, alike, as_params
 from tplab.jax.pipeline.ticks import Ticks
-from tplab.jax.ranks.context import this_mesh, vary, varying_axes
+from tplab.jax.ranks.context import this_mesh
 from tplab.mesh import Axis
-from tplab.pipeline.checks import Tied, check_data_axis, check_microbatches, mean_already
+from tplab.pipeline.checks import Tied, mean_already
 from tplab.schedules import Costs, Schedule, check
-from tplab.schedules.execute import require_ranks
+from tplab.schedules.check import require_ranks
 
 
 def train_batch(
@@ -90,7 +87,7 @@ def train_batch(
     made = _stages(schedule, stages, axis)
     if average and data_axis is not None:
         _check_no_mean(made, data_axis)
-    ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, checkpoint_every, costs, first, key)
+    ticks = Ticks(schedule, made, microbatches, loss, axis, data_axis, costs, checkpoint_every, first, key)
     end = ticks.run()
     gradients = mean(end.grads, data_axis if average else None)
     gradients = add_copies(gradients, made.blueprints, made.blueprints.tied if tied is None else tied)
@@ -115,8 +112,8 @@ def evaluate_batch(
     nothing.
     """
     made = _stages(schedule, stages, axis)
-    ticks = _ticks(schedule, made, microbatches, loss, axis, data_axis, None, costs, 0, None, is_forward_only=True)
-    return _mean_loss(ticks.run().loss, schedule, axis, data_axis)
+    end = Ticks(schedule, made, microbatches, loss, axis, data_axis, costs, forward_only=True).run()
+    return _mean_loss(end.loss, schedule, axis, data_axis)
 
 
 def _stages(schedule: Schedule, stages: Any, axis: Axis) -> Stages:
@@ -131,34 +128,6 @@ def _stages(schedule: Schedule, stages: Any, axis: Axis) -> Stages:
             f"{schedule.placement}; make them with stages_of(layers, schedule) for this schedule"
         )
     return made
-
-
-def _ticks(
-    schedule: Schedule,
-    stages: Stages,
-    microbatches: Sequence[tuple[Any, Any]],
-    loss: Loss,
-    axis: Axis,
-    data_axis: Axis | None,
-    checkpoint_every: int | None,
-    costs: Costs | None,
-    first: int | Array,
-    key: Any,
-    is_forward_only: bool = False,
-) -> Ticks:
-    """The loop over the schedule, with everything that it needs."""
-    mesh, blueprints = this_mesh(), stages.blueprints
-    check_data_axis(mesh, axis, data_axis)
-    axes = mesh.names(axis) if data_axis is None else (*mesh.names(axis), *mesh.names(data_axis))
-    pairs = check_microbatches(microbatches, schedule.num_microbatches)
-    params = _own(stages, axes)
-    batch = Batch(pairs, key, axes, first)
-    programs, program_of = programs_of(blueprints, params, batch, loss, checkpoint_every)
-    if is_forward_only:
-        schedule, programs = schedule.forward_only(), [program.forward_only() for program in programs]
-    schedule = schedule.compute_only()
-    planned = plan(schedule, program_of, [program.keeping for program in programs])
-    return Ticks(schedule, planned, programs, blueprints, params, batch, axis, costs)
 
 
 def _check_no_mean(stages: Stages, data_axis: Axis) -> None:
@@ -182,14 +151,3 @@ def _function_and_params(stages: Any) -> tuple[Callable[..., Any], Any]:
         f"a pipeline takes stages_of(layers, schedule), or a pair (function, params), not an object of type "
         f"{type(stages).__name__}"
     )
-
-
-def _own(stages: Stages, axes: tuple[str, ...]) -> Flat:
-    """The parameters, declared to differ along `axes`, so that gradients are added up along them once, at the end."""
-    for kind, x in stages.flat.items():
-        if more := varying_axes(x) - {*kind.axes, *axes}:
-            raise ShapeError(
-                f"the stages' {kind.dtype} parameters differ along {', '.join(map(repr, sorted(more)))}, where they "
-                f"were made to differ along {', '.join(map(repr, kind.axes))} only; give in_specs that say so"
-            )
-    return {kind: vary(x, axes) for kind, x in stages.flat.items()}

@@ -45,7 +45,8 @@ def run_key() -> Any:
     key = _root_key.get()
     if key is None:
         raise OutsideRunError(
-            "there is a seed only inside a function that tplab.jax.run runs; in a shard_map of your own, pass keys in"
+            "there is a random key only inside a function that tplab.jax.run runs, which has a seed; in a shard_map of "
+            "your own, pass keys in, and fold axis_index into one that should differ from rank to rank"
         )
     return key
 
@@ -55,13 +56,8 @@ def rank_key() -> Any:
 
     Split it for further numbers, like any JAX key: `a, b = jax.random.split(rank_key())`. Every call returns the same.
     """
-    mesh, key = this_mesh(), _root_key.get()
-    if key is None:
-        raise OutsideRunError(
-            "rank_key is there only inside a function that tplab.jax.run runs, which has a seed; "
-            "in a shard_map of your own, fold axis_index into a key that you pass in"
-        )
-    return jax.random.fold_in(key, jax.lax.axis_index(mesh.axis_names))
+    names = this_mesh().axis_names
+    return jax.random.fold_in(run_key(), jax.lax.axis_index(names))
 
 
 def varying_axes(x: Any) -> frozenset[str]:

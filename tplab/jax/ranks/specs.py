@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from tplab.comm import check_entries
 from tplab.errors import ReplicationError, SpecError
 from tplab.jax.ranks.context import varying_axes
 from tplab.mesh import Mesh
-from tplab.options import check_entries
 from tplab.sharding import P, check_spec
 
 

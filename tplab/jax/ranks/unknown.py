@@ -101,15 +101,14 @@ def _place(error: Exception) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     # All frames below `run` are the program's, except those of JAX, tplab and installed packages.
     below = next((i + 1 for i, frame in reversed(list(enumerate(frames))) if frame[0] == _CALLER), 0)
-    own = [frame for frame in frames[below:] if not _is_library(frame[0])]
+    own = [
+        frame for frame in frames[below:]
+        if not frame[0].startswith(_TPLAB) and _INSTALLED.isdisjoint(Path(frame[0]).parts)
+    ]  # fmt: skip
     if not own:
         return ""
     text = linecache.getline(*own[-1]).strip()
     return f"{line_text(*own[-1])}{f', `{text}`' if text else ''}: "
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_TPLAB) or not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 _TPLAB = str(Path(__file__).resolve().parents[2]) + os.sep

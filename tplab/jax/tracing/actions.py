@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tplab.jax.tracing.held import Held
+from tplab.jax.tracing.held import Chunk, Held
 from tplab.jax.tracing.tasks import Task
 from tplab.trace.label import Label
 
@@ -46,7 +46,7 @@ class Actions:
     tasks   the walk's list of tasks, to extend       chunk   (rank, microbatch) -> the number of the chunk
     """
 
-    def __init__(self, tasks: list[Task], chunk: Callable[[int, int], int], num_ranks: int):
+    def __init__(self, tasks: list[Task], chunk: Chunk, num_ranks: int):
         self._tasks, self._chunk, self._num_ranks = tasks, chunk, num_ranks
         self._passed: dict[int, set[int]] = defaultdict(set)  # chunk of a microbatch -> ranks that have worked on it
         self._held = [0] * num_ranks  # bytes for backward passes
@@ -98,7 +98,7 @@ class Actions:
         found = {}
         for rank in ranks:
             stage, microbatch, origin, seconds = (column[rank] for column in values)
-            labels = {rank: Label(self._chunk(int(origin), int(microbatch)), ())}
+            labels = {rank: Label(self._chunk(int(origin), int(microbatch), ""), ())}
             about = {"labels": labels, "seconds": float(seconds), "held": self._held[rank]}
             found[rank] = Task("compute", f"{kind}{microbatch}", (rank,), (), (), "", 0, f"stage {stage}", **about)
         return found

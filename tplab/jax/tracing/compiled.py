@@ -112,12 +112,11 @@ def collectives_in_text(text: str) -> CompiledCollectives:
 class Run(NamedTuple):
     """A collective in a compiled module.
 
-    computation, one   the computation, and the instruction in it
-    count, at_most     as in CompiledCollective
-    is_async           whether it is a start and a done
+    one              the instruction
+    count, at_most   as in CompiledCollective
+    is_async         whether it is a start and a done
     """
 
-    computation: str
     one: Instruction
     count: int | None
     at_most: int | None
@@ -126,36 +125,26 @@ class Run(NamedTuple):
 
 def runs_of(module: Module) -> Iterator[Run]:
     """The collectives of a compiled module, in order."""
-    yield from _found(module, module.entry, _Times(1, 1), is_async=False)
+    yield from _found(module, module.entry, 1, is_sure=True, is_async=False)
 
 
-class _Times(NamedTuple):
-    """How often a computation runs, and the upper bound of that; None if unknown."""
+def _found(module: Module, name: str, most: int | None, is_sure: bool, is_async: bool) -> Iterator[Run]:
+    """The collectives of one computation, and of the computations that it calls.
 
-    count: int | None
-    at_most: int | None
-
-    def by(self, times: int | None) -> _Times:
-        if times is None:
-            return _Times(None, None)
-        return _Times(*(None if known is None else known * times for known in self))
-
-
-def _found(module: Module, name: str, times: _Times, is_async: bool) -> Iterator[Run]:
-    """The collectives of one computation, and of the computations that it calls."""
+    most      how often it runs, or may run if it is not `is_sure`; None if unknown
+    """
     for one in module.computations.get(name, ()):
         if one.collective:
-            yield Run(name, one, *times, is_async or one.is_start)
+            yield Run(one, most if is_sure else None, most, is_async or one.is_start)
             continue
-        called = [(inner, times) for inner in module.calls(one)]
-        called += [(branch, _Times(None, times.at_most)) for branch in one.called(*BRANCHES)]
+        called = [(inner, most, is_sure) for inner in module.calls(one)]
+        called += [(branch, most, False) for branch in one.called(*BRANCHES)]
         if one.op == "while":
-            length = one.trip_count
-            (condition,), (body,) = one.called("condition"), one.called("body")
-            called.append((condition, times.by(None if length is None else length + 1)))  # once more than the body
-            called.append((body, times.by(length)))
-        for inner, how_often in called:
-            yield from _found(module, inner, how_often, is_async or one.op == "async-start")
+            for part, more in (("condition", 1), ("body", 0)):  # the condition runs once more than the body
+                times = None if most is None or one.trip_count is None else most * (one.trip_count + more)
+                called += [(inner, times, is_sure) for inner in one.called(part)]
+        for inner, times, is_sure_there in called:
+            yield from _found(module, inner, times, is_sure_there, is_async or one.op == "async-start")
 
 
 def _collective(module: Module, run: Run) -> Iterator[CompiledCollective]:

@@ -85,7 +85,7 @@ class _Reaching(Walk):
     """A walk up to one equation, to see which path each rank takes there."""
 
     def __init__(self, mesh: Mesh, eqn: Any):
-        super().__init__(mesh, _no_chunk, Reports(frozenset(), None, mesh.size))
+        super().__init__(mesh, lambda *_: 0, Reports(frozenset(), None, mesh.size))
         self._eqn, self.answer = eqn, ""
 
     def _cond(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
@@ -108,10 +108,6 @@ class _Reaching(Walk):
             self.answer = f": {_do(leaving, 'leave')} it after {counted(times, 'turn')}, and {_do(staying, 'go')} on"
             raise _Reached
         return values
-
-
-def _no_chunk(origin_rank: int, piece: int, name: str = "") -> int:
-    return 0
 
 
 def _do(ranks: list[int], verb: str) -> str:

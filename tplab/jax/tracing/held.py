@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,8 @@ Rule = Callable[[list[PerRank]], list[PerRank]]
 """The values of some variables on every rank -> those of the variables computed from them."""
 
 
-class Chunk(Protocol):
-    """The number of the chunk that is piece `piece` of what a rank held, known in the program as `name`."""
-
-    def __call__(self, origin_rank: int, piece: int, name: str = "") -> int: ...
+Chunk = Callable[[int, int, str], int]
+"""(rank, piece, name in the program) -> the number of the chunk that is this piece of what the rank held."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -75,9 +74,9 @@ class Held:
         self.needs = tuple(sorted(set(after_tasks)))
 
     @classmethod
-    def known(cls, aval: Any, values: PerRank | None) -> Held:
-        """An input variable, with its values on every rank, or None."""
-        return cls(aval, _values=values if is_small(aval) else None)
+    def known(cls, aval: Any, values: PerRank | None, is_literal: bool = False) -> Held:
+        """An input variable or a literal, with its values on every rank, or None."""
+        return cls(aval, is_literal=is_literal, _values=values if is_small(aval) else None)
 
     @property
     def size(self) -> int:
@@ -153,17 +152,12 @@ def _carry_out(node: _Node) -> None:
         if before := [node for node in nodes if node.results is None]:
             pending += before
             continue
-        values = [held.values() for held in current.inputs]
-        current.results = [] if any(value is None for value in values) else _applied(current.rule, values)
+        values: list[Any] = [held.values() for held in current.inputs]
+        with suppress(Exception):  # the operation cannot run outside its program, so its values are not shown
+            current.results = [] if any(value is None for value in values) else current.rule(values)
+        current.results = current.results or []
         current.inputs = ()
         pending.pop()
-
-
-def _applied(rule: Rule, values: list[Any]) -> list[PerRank]:
-    try:
-        return rule(values)
-    except Exception:  # the operation cannot run outside its program, so its values are not shown
-        return []
 
 
 def joined(inputs: Sequence[Held], ranks: Iterable[int], num_ranks: int) -> list[Label | None] | None:
@@ -207,7 +201,7 @@ class Needed:
 
     def __init__(self, jaxpr: Any, held: dict[Any, Held], keeps_arguments: bool):
         """keeps_arguments   whether the caller needs the arguments afterwards, as for the whole program"""
-        self._eqns, self._held, self.now = jaxpr.eqns, held, 0
+        self._eqns, self._held, self.now = jaxpr.eqns, held, -1
         readers = *(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars
         self._uses = Counter(id(atom) for atoms in readers for atom in atoms)
         self._last = {atom: place for place, atoms in enumerate(readers) for atom in atoms if not hasattr(atom, "val")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -52,12 +53,24 @@ class Array(NamedTuple):
 
 
 class Instruction:
-    """One line: %name = kind op(%operands), attributes."""
+    """One line of a computation of a module: %name = kind op(%operands), attributes.
 
-    def __init__(self, name: str, kind: str, op: str, given: str, attributes: str, is_root: bool):
-        self.name, self.kind, self.op, self.is_root = name, kind, op, is_root
-        self.given, self.attributes = given, attributes
-        self.operands = re.findall(r"%([\w.\-]+)", given)
+    operands, users   the instructions whose results it takes, and those that take its own, in its computation
+    written           its dtype in the program, once that is known
+    """
+
+    def __init__(self, module: Module, computation: str, begun: re.Match[str]):
+        line, start = begun.string, begun.end()
+        end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+        rest = line[end:].lstrip()
+        begin = rest.index("(")
+        stop = _closing(rest, begin)
+        self.module, self.computation, self.name, self.is_root = module, computation, begun[2], bool(begun[1])
+        self.kind, self.op = line[start:end], rest[:begin]
+        self.given, self.attributes = rest[begin + 1 : stop - 1], rest[stop:]
+        self.operands: list[Instruction] = []
+        self.users: list[Instruction] = []
+        self.written = ""
 
     @cached_property
     def arrays(self) -> list[Array]:
@@ -73,6 +86,11 @@ class Instruction:
     @property
     def is_start(self) -> bool:
         return self.op.endswith("-start")
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it ends, or moves on, what a start has begun."""
+        return self.op.endswith(("-done", "-update"))
 
     @property
     def origin(self) -> str:
@@ -161,19 +179,44 @@ class Module:
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
-        current: list[Instruction] = []
+        name, made, current = "", dict[str, Instruction](), list[Instruction]()
         for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
             if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
-                current = self.computations[header[2]] = []
-                self.entry = header[2] if header[1] else self.entry
-            elif (instruction := _instruction(line)) is not None:
-                current.append(instruction)
+                name, made = header[2], {}
+                current = self.computations[name] = []
+                self.entry = name if header[1] else self.entry
+            elif begun := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line):
+                one = made[begun[2]] = Instruction(self, name, begun)
+                current.append(one)
+                one.operands = [made[operand] for operand in re.findall(r"%([\w.\-]+)", one.given) if operand in made]
+                for operand in one.operands:
+                    operand.users.append(one)
         self.name = re.sub(r"^HloModule (?:jit_|pmap_)?([^, ]*).*", r"\1", text.partition("\n")[0]).strip("_")
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
         self.num_ranks = math.prod(map(int, counts))
         self.donated = set(map(int, re.findall(r"\((\d+), \{[\d,]*\}, (?:may|must)-alias\)", text.partition("\n")[0])))
         self._tables = {name: _table(text, name) for name in ("FileNames", "FileLocations", "StackFrames")}
         self._lines: dict[str, str] = {}
+
+    def root(self, computation: str) -> Instruction:
+        """The instruction whose result a computation returns."""
+        ones = self.computations[computation]
+        return next((one for one in ones if one.is_root), ones[-1])
+
+    def parameters(self, computation: str, numbers: Sequence[int]) -> list[Instruction]:
+        """The parameters of a computation that have these numbers."""
+        ones = self.computations[computation]
+        return [one for one in ones if one.op == "parameter" and int(one.given) in numbers]
+
+    @cached_property
+    def callers(self) -> dict[str, Instruction]:
+        """Computation -> the first instruction that calls it, as a fusion, a call, a loop or a conditional."""
+        names = "calls", "to_apply", "condition", "body", "called_computations", *BRANCHES
+        found: dict[str, Instruction] = {}
+        for one in (one for ones in self.computations.values() for one in ones):
+            for inner in one.called(*names):
+                found.setdefault(inner, one)
+        return found
 
     def groups(self, one: Instruction) -> Groups:
         """The groups of a collective, or the pairs of a permutation. Without any, all ranks are one group."""
@@ -224,17 +267,6 @@ class Module:
 
 
 _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "product"}
-
-
-def _instruction(line: str) -> Instruction | None:
-    match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-    if match is None:
-        return None
-    end = _closing(line, match.end()) if line[match.end()] == "(" else line.index(" ", match.end())
-    kind, rest = line[match.end() : end], line[end:].lstrip()
-    begin = rest.index("(")
-    stop = _closing(rest, begin)
-    return Instruction(match[2], kind, rest[:begin], rest[begin + 1 : stop - 1], rest[stop:], bool(match[1]))
 
 
 def _closing(text: str, begin: int) -> int:

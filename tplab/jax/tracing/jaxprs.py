@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from tplab.jax.private import scan_sizes
 from tplab.lines import line_text
+
+Place = TypeVar("Place", bound=Hashable)
 
 _CALLS = {
     "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "tplab_linear",
@@ -73,13 +75,35 @@ def folded(
     jaxpr, consts = opened(inner)
     here = {variable: given(value, variable.aval) for variable, value in zip(jaxpr.constvars, consts, strict=True)}
     here.update(zip(jaxpr.invars, inputs, strict=True))
+    return followed(jaxpr.eqns, here, jaxpr.outvars, visit, given)
+
+
+def followed(
+    eqns: Iterable[Any],
+    here: dict[Any, Any],
+    outputs: Iterable[Any],
+    visit: Callable[..., Iterable[Any]],
+    given: Callable[[Any, Any], Any] = lambda value, aval: value,
+) -> list[Any]:
+    """The same for some equations, from the values of variables in `here`, to which theirs are added."""
 
     def read(atom: Any) -> Any:
         return given(atom.val, atom.aval) if hasattr(atom, "val") else here[atom]
 
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         here.update(zip(eqn.outvars, visit(eqn, [read(atom) for atom in eqn.invars], read), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in outputs]
+
+
+def reached(starts: Iterable[Place], following: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:
+    """Everything that can be reached from `starts`, once each, the nearest first. What follows a place is asked for
+    after it has been used."""
+    pending, seen = list(starts), set[Place]()
+    for place in pending:
+        if place not in seen:
+            seen.add(place)
+            yield place
+            pending += following(place)
 
 
 def inside(eqn: Any) -> Iterator[Any]:

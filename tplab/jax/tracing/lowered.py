@@ -83,7 +83,10 @@ def compiled_for(fn: Any, args: Sequence[Any], kwargs: dict[str, Any], *, number
     compiled = getattr(compiled, "compiled", compiled)  # Equinox's is wrapped
     module = Module(compiled.as_text() or "")
     mesh = _mesh(_meshes(leaves, compiled, jaxpr), module.num_ranks)
-    title = module.name if hasattr(fn, "as_text") else _title(fn)
+    title = module.name
+    if not hasattr(fn, "as_text"):
+        named = getattr(fn, "func", fn)  # that of a partial
+        title = getattr(named, "__name__", type(named).__name__).replace("<lambda>", "lambda")
     return Lowered(title, module, mesh, _names(fn, args, kwargs, kept_of(compiled)), asked, traced)
 
 
@@ -114,11 +117,6 @@ def _hushed() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def _title(fn: Any) -> str:
-    fn = getattr(fn, "func", fn)  # that of a partial
-    return getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
 
 
 # --- a function that is not jitted -----------------------------------------------------------------------------------

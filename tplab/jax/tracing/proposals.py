@@ -9,7 +9,6 @@ from typing import Any
 
 from tplab.jax.tracing.asked import Ask, axes_of, spec_text
 from tplab.jax.tracing.compiled import runs_of
-from tplab.jax.tracing.flow import Flow, Spot
 from tplab.jax.tracing.hlo import Module
 from tplab.jax.tracing.lowered import Lowered
 from tplab.jax.tracing.sending import bytes_by_rank
@@ -63,9 +62,9 @@ def proposals(program: Lowered, asks: Mapping[Ask, Axes], accelerator: bool) -> 
 
 def busiest(program: Lowered, module: Module, accelerator: bool) -> int:
     """The bytes that the busiest rank sends. Branches that may be taken and loops of unknown length count once."""
-    flow, total = Flow(module, program.mesh), [0] * program.mesh.size
+    total = [0] * program.mesh.size
     for run in runs_of(module):
-        for by_rank in bytes_by_rank(flow, Spot(run.computation, run.one), accelerator).values():
+        for by_rank in bytes_by_rank(run.one, program.mesh, accelerator).values():
             total = [sum(pair) for pair in zip(total, (num * (run.at_most or 1) for num in by_rank), strict=True)]
     return max(total)
 

@@ -7,12 +7,15 @@ mostly sent as float32, the type in which a CPU computes with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from tplab.cost import collectives as cost
-from tplab.jax.tracing.flow import Flow, Spot
+from tplab.jax.tracing.flow import back, before, is_given, needed_by, walk
 from tplab.jax.tracing.hlo import Array, Instruction
+from tplab.jax.tracing.jaxprs import reached
+from tplab.mesh import Mesh
 
 
 def is_inserted(one: Instruction) -> bool:
@@ -20,7 +23,7 @@ def is_inserted(one: Instruction) -> bool:
     return one.op == "convert" and one.primitive != "convert_element_type"
 
 
-def as_written(flow: Flow, place: Spot) -> Array:
+def as_written(one: Instruction) -> Array:
     """The array that is made here, with the dtype that it has in the program.
 
     XLA for CPUs converts 8- and 16-bit operands of products and most other operations to float32, and the result back.
@@ -32,51 +35,50 @@ def as_written(flow: Flow, place: Spot) -> Array:
     counts as writing float32. Between elementwise operations XLA may omit rounding to bfloat16 altogether; then arrays
     passed between fusions count as float32.
     """
-    array, key = place.one.arrays[0], (place.computation, place.one.name)
-    is_known = _is_float(array) or is_inserted(place.one)  # whole numbers that XLA of jaxlib 0.7 widens
-    if len(place.one.arrays) > 1 or not is_known or array.itemsize == 1 or flow.is_given(place):
+    array = one.arrays[0]
+    is_known = _is_float(array) or is_inserted(one)  # whole numbers that XLA of jaxlib 0.7 widens
+    if len(one.arrays) > 1 or not is_known or array.itemsize == 1 or is_given(one):
         return array
-    if key not in flow.dtypes:
-        flow.dtypes[key] = narrow_before(flow, place) or narrow_after(flow, place) or array.dtype
-    return array._replace(dtype=flow.dtypes[key])
+    one.written = one.written or narrow_before(one) or narrow_after(one) or array.dtype
+    return array._replace(dtype=one.written)
 
 
-def narrow_before(flow: Flow, place: Spot) -> str:
+def narrow_before(one: Instruction) -> str:
     """The dtype from which XLA has widened this array; "" if it has not."""
     found = ""
-    for before in flow.back(place):
-        if before.one.op == "convert":
-            (given,) = flow.operands(before)
-            if not is_inserted(before.one) or not _is_narrower(given.one.arrays[0], before.one.arrays[0]):
+    for made in back(one):
+        if made.op == "convert":
+            (given,) = made.operands
+            if not is_inserted(made) or not _is_narrower(given.arrays[0], made.arrays[0]):
                 return found
-            found = given.one.arrays[0].dtype
-        elif before.one.op == "broadcast" and not found:
-            return narrow_before(flow, flow.operands(before)[0])
+            found = given.arrays[0].dtype
+        elif made.op == "broadcast" and not found:
+            return narrow_before(made.operands[0])
     return found
 
 
-def narrow_after(flow: Flow, place: Spot, index: int | None = None) -> str:
+def narrow_after(one: Instruction, index: int | None = None) -> str:
     """The dtype to which XLA converts this array, or the sum over ranks of it, after computing in a wider one; "" if it
     does not. An array that the program itself converts was wide, even if XLA sends both together.
 
     index   which element, if it is a tuple
     """
-    array = narrowest = place.one.arrays[index or 0]
-    sums: list[Spot] = []
-    for user, computes in flow.walk(place, index):
+    array = narrowest = one.arrays[index or 0]
+    sums: list[Instruction] = []
+    for user, computes in walk(one, index):
         if computes:
-            sums += [user] if user.one.collective in ("all_reduce", "reduce_scatter") else []
-        elif user.one.op == "convert" and _is_narrower(user.one.arrays[0], narrowest):
-            if not is_inserted(user.one):
+            sums += [user] if user.collective in ("all_reduce", "reduce_scatter") else []
+        elif user.op == "convert" and _is_narrower(user.arrays[0], narrowest):
+            if not is_inserted(user):
                 return "" if narrowest is array else narrowest.dtype
-            narrowest = user.one.arrays[0]
+            narrowest = user.arrays[0]
     if narrowest is not array:
         return narrowest.dtype
-    if len(sums) != 1 or len(sums[0].one.arrays) != len(flow.operands(sums[0])):
+    if len(sums) != 1 or len(sums[0].arrays) != len(sums[0].operands):
         return ""
-    given = flow.operands(sums[0])
-    number = next((n for n, operand in enumerate(given) if place in flow.back(operand)), 0)
-    return narrow_after(flow, sums[0], number if len(given) > 1 else None)
+    given = sums[0].operands
+    number = next((n for n, operand in enumerate(given) if one in back(operand)), 0)
+    return narrow_after(sums[0], number if len(given) > 1 else None)
 
 
 def _is_narrower(one: Array, other: Array) -> bool:
@@ -97,19 +99,18 @@ class Carried(NamedTuple):
     array: Array
 
 
-def sent_by(flow: Flow, place: Spot, accelerator: bool = False) -> list[Carried]:
+def sent_by(one: Instruction, accelerator: bool = False) -> list[Carried]:
     """What a rank sends in a collective: one entry for each operand that is sent."""
-    one, operands = place.one, flow.operands(place)
     # for a ragged exchange the first, assumed to be spread evenly; its other operands say where the pieces are
-    operands = operands[:1] if one.op.startswith("ragged") else operands
-    found = [Carried(str(one.collective), array) for given in operands for array in given.one.arrays]
+    operands = one.operands[:1] if one.op.startswith("ragged") else one.operands
+    found = [Carried(str(one.collective), array) for given in operands for array in given.arrays]
     if not accelerator or len(found) != len(operands):
         return found
     indices = [None] if len(found) == 1 else range(len(found))
     return [
-        Carried("reduce_scatter" if keeps_share(flow, place, index) else op, array._replace(dtype=dtype))
+        Carried("reduce_scatter" if keeps_share(one, index) else op, array._replace(dtype=dtype))
         for (op, array), index in zip(found, indices, strict=True)
-        for dtype in [narrow_dtype(flow, place, index) or array.dtype]
+        for dtype in [narrow_dtype(one, index) or array.dtype]
     ]
 
 
@@ -122,12 +123,12 @@ def merged(sent: Iterable[Carried]) -> Iterator[Carried]:
         yield alike[0] if len(alike) == 1 else Carried(key[0], Array(key[1], (size,), key[2]))
 
 
-def bytes_by_rank(flow: Flow, place: Spot, accelerator: bool = False) -> dict[str, tuple[int, ...]]:
+def bytes_by_rank(one: Instruction, mesh: Mesh, accelerator: bool = False) -> dict[str, tuple[int, ...]]:
     """Operation -> the bytes that each rank sends for it in a collective, with the ring algorithm."""
-    groups, found = flow.module.groups(place.one), dict[str, tuple[int, ...]]()
-    sent = sent_by(flow, place, accelerator)
+    groups, found = one.module.groups(one), dict[str, tuple[int, ...]]()
+    sent = sent_by(one, accelerator)
     for op in dict.fromkeys(op for op, _ in sent):
-        by_rank = [0] * flow.mesh.size
+        by_rank = [0] * mesh.size
         for _, array in merged(each for each in sent if each.op == op):
             for group in groups:
                 if len(set(group)) == 1:  # a rank keeps its own piece
@@ -138,50 +139,41 @@ def bytes_by_rank(flow: Flow, place: Spot, accelerator: bool = False) -> dict[st
     return found
 
 
-def keeps_share(flow: Flow, place: Spot, index: int | None = None) -> bool:
+def keeps_share(one: Instruction, index: int | None = None) -> bool:
     """Whether every rank needs only a piece of a sum, or of its element `index` if several are summed together."""
-    one = place.one
     if not one.op.startswith("all-reduce"):
         return False
-    size, rest = divmod(one.arrays[index or 0].size, len(flow.module.groups(one)[0]))
-    users = list(flow.needed_by(place, index))
-    return bool(users) and not rest and all(_is_own(flow, u) and u.one.arrays[0].size == size for u in users)
+    size, rest = divmod(one.arrays[index or 0].size, len(one.module.groups(one)[0]))
+    users = list(needed_by(one, index))
+    return bool(users) and not rest and all(_is_own(user) and user.arrays[0].size == size for user in users)
 
 
-def kept_of_all(flow: Flow, place: Spot) -> int:
+def kept_of_all(one: Instruction) -> int:
     """The ratio of what a rank gathers to what it keeps, if it only takes a piece by its own number; otherwise 0."""
-    one = place.one
-    users = list(flow.needed_by(place)) if one.op.startswith("all-gather") else []
-    sizes = {user.one.arrays[0].size for user in users}
-    is_cut = len(sizes) == 1 and all(_is_own(flow, user) for user in users)
-    return one.arrays[-1].size // sizes.pop() if is_cut else 0
+    users = list(needed_by(one)) if one.op.startswith("all-gather") else []
+    sizes = {user.arrays[0].size for user in users}
+    return one.arrays[-1].size // sizes.pop() if len(sizes) == 1 and all(map(_is_own, users)) else 0
 
 
-def _is_own(flow: Flow, place: Spot) -> bool:
+def _is_own(one: Instruction) -> bool:
     """Whether this takes a piece by the rank's own number. A slice in the program may be the same on every rank."""
-    if place.one.op != "dynamic-slice":
-        return False
-    pending, seen = flow.operands(place)[1:], set[tuple[str, str]]()
-    while pending and len(seen) < _MOST_MAKING:
-        index = pending.pop(0)
-        if index.one.op == "partition-id":
-            return True
-        key = index.computation, index.one.name
-        if key not in seen and index.one.collective is None:
-            seen.add(key)
-            before = flow.before(index)
-            pending += flow.operands(index) if before is None or index.one.op == "dynamic-slice" else [before]
-    return False
+
+    def made_from(index: Instruction) -> Sequence[Instruction]:
+        made = before(index, [])
+        return index.operands if made is None or index.op == "dynamic-slice" else [made]
+
+    indices = one.operands[1:] if one.op == "dynamic-slice" else []
+    making = reached(indices, lambda index: [] if index.collective else made_from(index))
+    return any(index.op == "partition-id" for index in islice(making, _MOST_MAKING))
 
 
-def narrow_dtype(flow: Flow, place: Spot, index: int | None = None) -> str:
+def narrow_dtype(one: Instruction, index: int | None = None) -> str:
     """The dtype of an array that is sent as float32 only because XLA compiled for CPUs, otherwise ""."""
-    one = place.one
     if not any(array.dtype == "float32" for array in one.arrays):
         return ""
     if not one.op.startswith("all-reduce"):
-        return narrow_before(flow, flow.operands(place)[index or 0])
-    found = [narrow_after(flow, place, each) for each in ([None] if index is None else range(len(one.arrays)))]
+        return narrow_before(one.operands[index or 0])
+    found = [narrow_after(one, each) for each in ([None] if index is None else range(len(one.arrays)))]
     if any(found):
         return found[index or 0]
     return "bfloat16" if any("promoted" in name for name in one.called("to_apply")) else ""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from tplab.cost.clock import Clock, Request
+from tplab.cost.clock import Clock, Links, Request
 from tplab.cost.cluster import Cluster
-from tplab.cost.links import Links
 from tplab.jax.tracing.tasks import Task
 
 
@@ -25,16 +24,6 @@ Part = tuple[int, int]
 """(task, rank): a rank's part in a task. A message belongs to its sender."""
 
 _NOTHING: Part = -1, -1
-
-
-class Wait(NamedTuple):
-    """A rank's wait for a message or a collective, by the number of the task, until it ended on `after`'s rank."""
-
-    rank: int
-    start: float
-    end: float
-    task: int
-    after: Part
 
 
 _ENDED, _READY, _SEND, _NEXT = range(4)  # the order at one instant: everything that is ready comes first
@@ -88,7 +77,11 @@ class Timing:
         if what == _NEXT:
             self._compute_next(now, rank)
         elif what == _READY:
-            self._begin(now, number, rank, after)
+            if self._tasks[number].kind == "compute":
+                heappush(self._queues[rank], (number, now, after))
+                self._clock.at(now, _NEXT, -1, rank, _NOTHING)
+            else:
+                self._clock.at(now, _SEND, number, rank, after)
         elif what == _SEND:
             self._send(now, number, rank, after)
         else:
@@ -112,13 +105,6 @@ class Timing:
                 self._missing[key] -= 1
                 if not self._missing[key]:
                     self._clock.at(now, _READY, following, rank, after)
-
-    def _begin(self, now: float, number: int, rank: int, after: Part) -> None:
-        if self._tasks[number].kind == "compute":
-            heappush(self._queues[rank], (number, now, after))
-            self._clock.at(now, _NEXT, -1, rank, _NOTHING)
-        else:
-            self._clock.at(now, _SEND, number, rank, after)
 
     def _compute_next(self, now: float, rank: int) -> None:
         if self._busy[rank] or not self._queues[rank]:
@@ -170,8 +156,8 @@ class Timing:
         self._in_step[number, group] = len(pairs), (ready, after)
         for pair in pairs:
             self._ask(ready, number, pair, group, after)
-        if not pairs:
-            self._arrive_all(ready, number, group, after)
+        for rank in () if pairs else group:
+            self._arrive(ready, number, rank, after)
 
     def _ask(self, ready: float, number: int, ranks: tuple[int, ...], members: tuple[int, ...], after: Part) -> None:
         """Request the links for a collective over these ranks, or for a message from the first to the second of them.
@@ -200,29 +186,25 @@ class Timing:
             left, last = left - 1, max(last, (span.end, (number, source)))
             self._in_step[number, members] = left, last
             if not left:
-                end, after = last
-                self._arrive_all(end, number, members, after)
+                for rank in members:
+                    self._arrive(last[0], number, rank, last[1])
             return
         self._arrive(span.end, number, target, (number, source))
         for rank in members:
             self._clock.at(span.end, _ENDED, number, rank, (number, source))
 
-    def _arrive_all(self, end: float, number: int, members: tuple[int, ...], after: Part) -> None:
-        for rank in members:
-            self._arrive(end, number, rank, after)
-
     def _arrive(self, end: float, number: int, rank: int, after: Part) -> None:
         self._arrivals[rank].append((end, number, after))
         self._clock.at(end, _ENDED, number, rank, after)
 
-    def waits(self) -> list[Wait]:
-        """The times when a rank was neither computing nor done, from arrival to arrival."""
+    def waits(self) -> Iterator[tuple[int, float, float, int, Part]]:
+        """The times when a rank was neither computing nor done, from arrival to arrival: (rank, start, end, the number
+        of the task whose message or collective it waited for, the part with which that ended)."""
         computing: list[list[Span]] = [[] for _ in range(self._num_ranks)]
         for task, spans in zip(self._tasks, self.spans, strict=True):
             if task.kind == "compute":
                 for rank, span in spans.items():
                     computing[rank].append(span)
-        waits = []
         for rank, spans in enumerate(computing):
             arrivals = sorted(self._arrivals[rank])
             until = Span(arrivals[-1][0], arrivals[-1][0]) if arrivals else Span(0.0, 0.0)
@@ -231,8 +213,7 @@ class Timing:
                 while place < len(arrivals) and arrivals[place][0] <= span.start:
                     end, number, after = arrivals[place]
                     if end > now:
-                        waits.append(Wait(rank, now, end, number, after))
+                        yield rank, now, end, number, after
                         now = end
                     place += 1
                 now = max(now, span.end)
-        return waits

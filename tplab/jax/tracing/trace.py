@@ -21,6 +21,7 @@ from tplab.jax.ranks.program import Compiled
 from tplab.jax.tracing.decisions import Decisions, Reports
 from tplab.jax.tracing.divergence import refuse_divergence
 from tplab.jax.tracing.held import Held, is_small
+from tplab.jax.tracing.jaxprs import reached
 from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.timing import Part, Timing
 from tplab.jax.tracing.walk import Walk
@@ -50,7 +51,9 @@ def trace_of(
         for held, name in zip(inputs, decisions.names(compiled.names), strict=True):
             held.name = name
         results = walk.run(decisions.jaxpr, inputs, tuple(mesh.ranks), "?")
-        return recorded(recorder, walk.tasks, _alive(walk, results), cluster, record)
+        needed = [*walk.kept, *(task for held in results for task in held.needs)]  # for results, or for an effect
+        alive = set(reached(needed, lambda number: walk.tasks[number].needs))
+        return recorded(recorder, walk.tasks, alive, cluster, record)
 
 
 def recorded(recorder: Recorder, tasks: Sequence[Task], alive: set[int], cluster: Cluster | None, record: int) -> Trace:
@@ -89,18 +92,6 @@ def _pieces(whole: Any, spec: Any, aval: Any, mesh: Mesh) -> list[Any] | None:
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         whole = np.asarray(whole, aval.dtype)  # on the host; random keys have to stay on their devices
     return split(whole, P(*spec), mesh) if len(spec) else [whole] * mesh.size
-
-
-def _alive(walk: Walk, results: Sequence[Held]) -> set[int]:
-    """The tasks that a result needs, or that have an effect."""
-    alive: set[int] = set()
-    pending = [*walk.kept, *(task for held in results for task in held.needs)]
-    while pending:
-        number = pending.pop()
-        if number not in alive:
-            alive.add(number)
-            pending += walk.tasks[number].needs
-    return alive
 
 
 class _Taking:

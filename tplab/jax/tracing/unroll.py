@@ -8,21 +8,22 @@ modelled clock, and a group of ranks is named after the axes of the mesh that it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tplab.comm import check_counts
 from tplab.cost.cluster import Cluster
 from tplab.cost.named import find
 from tplab.errors import TraceError
-from tplab.jax.tracing.flow import Flow, Spot, axes_along
+from tplab.jax.tracing.flow import axes_along
 from tplab.jax.tracing.hlo import BRANCHES, Instruction, Module
 from tplab.jax.tracing.lowered import compiled_for
 from tplab.jax.tracing.sending import merged, sent_by
 from tplab.jax.tracing.tasks import Task
 from tplab.jax.tracing.trace import recorded
 from tplab.jax.tracing.walk import MOST_ITERATIONS
-from tplab.jax.tracing.work import PASSED_ON, Work, Works
-from tplab.options import check_counts
+from tplab.jax.tracing.work import PASSED_ON, Works
+from tplab.mesh import Mesh
 from tplab.trace.label import Label
 from tplab.trace.recorder import Recorder
 from tplab.trace.trace import Trace
@@ -62,14 +63,13 @@ def trace(
     check_counts(**{name: n for name, n in (("branch", branch), ("trips", trips)) if n is not None})
     known = None if cluster is None else find(cluster)
     made = compiled_for(fn, args, kwargs)
-    return unrolled(made.module, Recorder(made.mesh, made.title, "jax"), known, Options(branch, trips, accelerator))
+    how = {"branch": branch, "trips": trips, "accelerator": accelerator}
+    return unrolled(made.module, Recorder(made.mesh, made.title, "jax"), known, **how)
 
 
-def unrolled(
-    module: Module, recorder: Recorder, cluster: Cluster | None = None, options: Options | None = None
-) -> Trace:
-    """The trace of a compiled module on the recorder's mesh."""
-    program = Unroll(Flow(module, recorder.mesh), recorder.chunk, options or Options())
+def unrolled(module: Module, recorder: Recorder, cluster: Cluster | None = None, **how: Any) -> Trace:
+    """The trace of a compiled module on the recorder's mesh. `how` to unroll it: see `Unroll`."""
+    program = Unroll(module, recorder.mesh, recorder.chunk, Works(tuple(recorder.mesh.ranks)), **how)
     program.run(module.entry, [])
     return recorded(recorder, program.tasks, set(range(len(program.tasks))), cluster, record=0)
 
@@ -83,46 +83,37 @@ Value = tuple[int, ...] | list[Any]
 """The numbers of the tasks that must end before a value exists; for a tuple, one such entry for each element."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Assumptions about a module.
+@dataclass
+class Unroll:
+    """Follows a module and collects the ranks' `tasks`.
 
+    chunk        (rank, piece) -> the number of the chunk, for messages
     branch       which branch is taken if it depends on data; None: any of them, if all send the same
     trips        how often a loop runs if it depends on data; None: unknown
     accelerator  whether to send as on GPUs and TPUs, though XLA compiled for CPUs
     """
 
+    module: Module
+    mesh: Mesh
+    chunk: Callable[[int, int], int]
+    works: Works
     branch: int | None = None
     trips: int | None = None
     accelerator: bool = False
-
-
-class Unroll:
-    """Follows a module and collects the ranks' `tasks`.
-
-    chunk    (rank, piece) -> the number of the chunk, for messages
-    options  assumptions about data-dependent control flow
-    """
-
-    def __init__(self, flow: Flow, chunk: Callable[[int, int], int], options: Options, works: Works | None = None):
-        self.tasks: list[Task] = []
-        self._works = works or Works(flow)
-        self._flow, self._module, self._mesh, self._chunk, self._options = flow, flow.module, flow.mesh, chunk, options
-        self._num_messages = 0
+    tasks: list[Task] = field(default_factory=list)
+    num_messages: int = 0
 
     def run(self, name: str, parameters: Sequence[Value]) -> Value:
         """Follow a computation. Returns its result."""
-        values: dict[str, Value] = {}
+        values: dict[Instruction, Value] = {}
         result: Value = ()
-        for one in self._module.computations[name]:
-            given = [values[operand] for operand in one.operands if operand in values]
-            values[one.name] = self._instruction(Spot(name, one), given, parameters)
+        for one in self.module.computations[name]:
+            values[one] = self._instruction(one, [values[operand] for operand in one.operands], parameters)
             if one.is_root:
-                result = values[one.name]
+                result = values[one]
         return result
 
-    def _instruction(self, place: Spot, values: list[Value], parameters: Sequence[Value]) -> Value:
-        one = place.one
+    def _instruction(self, one: Instruction, values: list[Value], parameters: Sequence[Value]) -> Value:
         if one.op == "parameter":
             return parameters[int(one.given)] if parameters else ()
         if one.op == "tuple":
@@ -139,15 +130,15 @@ class Unroll:
             return values[0]
         needs = tuple(sorted(_needs(values)))
         if one.collective:
-            return self._collective(place, needs)
-        if calls := self._module.calls(one):
+            return self._collective(one, needs)
+        if calls := self.module.calls(one):
             return self.run(calls[0], values)
         if one.op == "while":
             return self._while(one, values[0])
         if one.op == "conditional":
             return self._conditional(one, values)
-        work = self._works.of(place)
-        return needs if work is None else self._add(self._computing(one, work, needs))
+        work = self.works[one]
+        return needs if work is None else self._add(replace(work, needs=needs))
 
     def _add(self, task: Task) -> tuple[int]:
         if len(self.tasks) == MOST_TASKS:
@@ -160,23 +151,15 @@ class Unroll:
 
     # --- what is computed and sent -------------------------------------------------------------------------------
 
-    def _computing(self, one: Instruction, work: Work, needs: tuple[int, ...]) -> Task:
-        op = work.main.primitive or one.primitive or one.op
-        where = self._module.where(work.main) or self._module.where(one)
-        ranks = tuple(self._mesh.ranks)
-        about = work.array.shape, work.array.dtype, work.num_bytes, where, work.flops
-        return Task("compute", op, ranks, needs, *about, phase=work.main.phase, rate=work.rate, matmul=work.matmul)
-
-    def _collective(self, place: Spot, needs: tuple[int, ...]) -> Value:
-        one, operands = place.one, [given.one for given in self._flow.operands(place)]
-        groups, is_message = self._module.groups(one), one.collective == "ppermute"
-        axis, along = axes_along(self._mesh, groups, is_message)
+    def _collective(self, one: Instruction, needs: tuple[int, ...]) -> Value:
+        groups, is_message = self.module.groups(one), one.collective == "ppermute"
+        axis, along = axes_along(self.mesh, groups, is_message)
         if not axis:
             return needs
-        ranks = tuple(self._mesh.ranks) if is_message else tuple(sorted(rank for group in along for rank in group))
-        where = next((line for x in (one, *operands) if (line := self._module.where(x))), "")
+        ranks = tuple(self.mesh.ranks) if is_message else tuple(sorted(rank for group in along for rank in group))
+        where = next((line for x in (one, *one.operands) if (line := self.module.where(x))), "")
         numbers: list[int] = []
-        for op, array in merged(sent_by(self._flow, place, self._options.accelerator)):
+        for op, array in merged(sent_by(one, self.accelerator)):
             task = Task(
                 "message" if is_message else "collective",
                 op,
@@ -190,12 +173,12 @@ class Unroll:
                 groups=along,
                 costs=op,
                 phase=one.phase,
-                reduction=self._module.reduction(one),
+                reduction=self.module.reduction(one),
             )
             if is_message:
                 task.pairs = [(source, target) for source, target in groups]
-                task.labels = {s: Label(self._chunk(s, self._num_messages), (s,)) for s, _ in groups}
-                self._num_messages += 1
+                task.labels = {s: Label(self.chunk(s, self.num_messages), (s,)) for s, _ in groups}
+                self.num_messages += 1
             numbers += self._add(task)
         return tuple(numbers)
 
@@ -203,18 +186,18 @@ class Unroll:
 
     def _while(self, one: Instruction, carry: Value) -> Value:
         (condition,), (body,) = one.called("condition"), one.called("body")
-        where = self._module.where(one) or one.origin or one.name
+        where = self.module.where(one) or one.origin or one.name
         times, first = one.trip_count, len(self.tasks)
         is_decided = times is None
         if times is None:
-            times = self._options.trips if self._options.trips is not None else 1
+            times = self.trips if self.trips is not None else 1
         decided = _needs(self.run(condition, [carry]))
         for iteration in range(times):
             before = len(self.tasks)
             carry = self.run(body, [_after(carry, decided)])
             decided = _needs(self.run(condition, [carry]))
             num_tasks = len(self.tasks) - before
-            if is_decided and self._options.trips is None and len(self.tasks) > first:
+            if is_decided and self.trips is None and len(self.tasks) > first:
                 raise TraceError(
                     f"how often the loop at {where} runs is known only when it runs. Say how often to follow it: "
                     "trace(..., trips=10); or give it a length that XLA knows, as lax.scan and lax.fori_loop do"
@@ -245,7 +228,7 @@ class Unroll:
 
     def _conditional(self, one: Instruction, values: list[Value]) -> Value:
         branches = one.called(*BRANCHES)
-        where, wanted = self._module.where(one) or one.origin or one.name, self._options.branch
+        where, wanted = self.module.where(one) or one.origin or one.name, self.branch
         if wanted is None:
             tried = [self._tried(branch) for branch in branches]
             sends = [_sends(tasks) for tasks in tried]
@@ -268,7 +251,7 @@ class Unroll:
 
     def _tried(self, branch: str) -> list[Task]:
         """The tasks of a branch."""
-        trial = Unroll(self._flow, lambda *_: 0, self._options, self._works)
+        trial = replace(self, chunk=lambda *_: 0, tasks=[], num_messages=0)
         trial.run(branch, [()])
         return trial.tasks
 

@@ -27,7 +27,17 @@ from tplab.jax.tracing.held import (
     joined,
     name_in_program,
 )
-from tplab.jax.tracing.jaxprs import called, equations_of, inside, is_transposed, line_of, loop_parts, opened, written
+from tplab.jax.tracing.jaxprs import (
+    called,
+    equations_of,
+    followed,
+    inside,
+    is_transposed,
+    line_of,
+    loop_parts,
+    opened,
+    written,
+)
 from tplab.jax.tracing.tasks import Task, bytes_of, flops_of, is_free, is_update, matmul_of, rate_of
 from tplab.mesh import Mesh
 from tplab.trace.label import Label, of_all
@@ -53,38 +63,28 @@ class Walk:
 
     def run(self, inner: Any, args: Sequence[Held], ranks: Ranks, where: str) -> list[Held]:
         """The outputs of a jaxpr, open or closed, once `ranks` have run it. `where` is the line that calls it."""
-        jaxpr, consts = opened(inner)
-
-        def constant(variable: Any, value: Any) -> Held:
-            return Held.known(variable.aval, [value] * self.mesh.size)
-
-        held = dict(zip(jaxpr.constvars, map(constant, jaxpr.constvars, consts), strict=True))
-        held.update(zip(jaxpr.invars, args, strict=True))
-
-        def read(atom: Any) -> Held:
-            if not hasattr(atom, "val"):
-                return held[atom]
-            literal = constant(atom, atom.val)
-            literal.is_literal = True
-            return literal
-
+        (jaxpr, consts), phase = opened(inner), self._phase
+        held = dict(zip(jaxpr.invars, args, strict=True))
+        for variable, value in zip(jaxpr.constvars, consts, strict=True):
+            held[variable] = Held.known(variable.aval, [value] * self.mesh.size)
         needed = Needed(jaxpr, held, keeps_arguments=not self._needed)
         self._needed.append(needed)
-        phase = self._phase
+
+        def visit(eqn: Any, inputs: list[Held], _: Any) -> list[Held]:
+            needed.now += 1
+            self._phase = "backward" if is_transposed(eqn) else phase
+            if (product := self._product_that_adds(eqn, inputs, needed, ranks)) is not None:
+                return [self._added(product, eqn, inputs, ranks)]
+            return self._equation(eqn, inputs, ranks, line_of(eqn, jaxpr) or where)
+
+        def literal(value: Any, aval: Any) -> Held:
+            return Held.known(aval, [value] * self.mesh.size, is_literal=True)
+
         try:
-            for needed.now, eqn in enumerate(jaxpr.eqns):
-                line = line_of(eqn, jaxpr) or where
-                inputs = [read(atom) for atom in eqn.invars]
-                self._phase = "backward" if is_transposed(eqn) else phase
-                if (product := self._product_that_adds(eqn, inputs, needed, ranks)) is not None:
-                    outputs = [self._added(product, eqn, inputs, ranks)]
-                else:
-                    outputs = self._equation(eqn, inputs, ranks, line)
-                held.update(zip(eqn.outvars, outputs, strict=True))
+            return followed(jaxpr.eqns, held, jaxpr.outvars, visit, literal)
         finally:
             self._phase = phase
             self._needed.pop()
-        return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Held], ranks: Ranks, where: str) -> list[Held]:
         name, params = eqn.primitive.name, eqn.params

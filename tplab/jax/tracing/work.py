@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
-from tplab.jax.tracing.flow import Flow, Spot
+from tplab.jax.tracing.flow import inside, is_given
 from tplab.jax.tracing.hlo import Array, Instruction
+from tplab.jax.tracing.jaxprs import reached
 from tplab.jax.tracing.sending import as_written, is_inserted
+from tplab.jax.tracing.tasks import Task
 
 PASSED_ON = {
     "bitcast", "copy-start", "opt-barrier", "optimization-barrier", "domain", "get-tuple-element", "recv",
@@ -28,55 +29,34 @@ _COPIES = {
 }  # fmt: skip
 
 
-class Work(NamedTuple):
-    """main     the instruction that characterises it: a fusion's product, if it has one
-    array    its result, or the first of several
-    rate     the dtype in which it computes: that of a product's operands
-    matmul   (m, n, k, batch) of that product
-    """
+class Works(dict[Instruction, Task | None]):
+    """The work of a module's instructions, as tasks of `ranks` that need nothing; None for an instruction that moves no
+    data. Each is analysed once, however often it runs."""
 
-    main: Instruction
-    array: Array
-    rate: str
-    flops: int
-    num_bytes: int
-    matmul: tuple[int, int, int, int] | None = None
+    def __init__(self, ranks: tuple[int, ...]):
+        self.ranks = ranks
 
+    def __missing__(self, one: Instruction) -> Task | None:
+        arrays = [array for x in (one, *one.operands) for array in x.arrays]
+        is_free = one.op in FREE or all(array.size == 1 for array in arrays) or hands_on(one)
+        self[one] = work = None if is_free else self._of(one)
+        return work
 
-class Works:
-    """The work of a module's instructions. Each is analysed once, however often it runs."""
-
-    def __init__(self, flow: Flow):
-        self._flow = flow
-        self._known: dict[tuple[str, str], Work | None] = {}
-
-    def of(self, place: Spot) -> Work | None:
-        """The work of an instruction; None if it moves no data."""
-        key = place.computation, place.one.name
-        if key not in self._known:
-            arrays = [array for x in (place, *self._flow.operands(place)) for array in x.one.arrays]
-            is_free = place.one.op in FREE or all(array.size == 1 for array in arrays) or hands_on(self._flow, place)
-            self._known[key] = None if is_free else self._of(place)
-        return self._known[key]
-
-    def _of(self, place: Spot) -> Work:
-        """The work of an instruction. A fusion counts all FLOPs inside it, but only the bytes that go in and out."""
-        flow, inside = self._flow, self._flow.inside(place)
-        array = as_written(flow, place)
-        flops = {inner.one.name: _flops(flow, inner) for inner in inside}
-        products = [inner for inner in inside if is_product(inner.one)]
-        about = sum(flops.values()), num_bytes(flow, place)
-        if not products:
-            return Work(self._named(place, inside), array, array.dtype, *about)
-        main = max(products, key=lambda product: flops[product.one.name])
-        factors = [as_written(flow, operand) for operand in flow.operands(main)[:2]]
-        rate = max(factors, key=lambda factor: factor.itemsize).dtype
-        return Work(main.one, array, rate, *about, _matmul(main.one, factors))
-
-    def _named(self, place: Spot, inside: Sequence[Spot]) -> Instruction:
-        """The instruction itself; for a fusion without a name from XLA, the last instruction inside it that has one."""
-        named = [inner.one for inner in inside if inner.one.primitive and not is_inserted(inner.one)]
-        return place.one if place.one.primitive or not named else named[-1]
+    def _of(self, one: Instruction) -> Task:
+        """A fusion counts all FLOPs inside it, but only the bytes that go in and out. It is named after its product, if
+        it has one; else, if XLA gives it no name, after the last instruction inside it that has one."""
+        array, parts = as_written(one), {part: _flops(part) for part in inside(one)}
+        rate, matmul = array.dtype, None
+        if products := list(filter(is_product, parts)):
+            main = max(products, key=parts.__getitem__)
+            factors = [as_written(operand) for operand in main.operands[:2]]
+            rate, matmul = max(factors, key=lambda factor: factor.itemsize).dtype, _matmul(main, factors)
+        else:
+            named = [part for part in parts if part.primitive and not is_inserted(part)]
+            main = one if one.primitive or not named else named[-1]
+        op, where = main.primitive or one.primitive or one.op, one.module.where(main) or one.module.where(one)
+        about = array.shape, array.dtype, num_bytes(one), where, sum(parts.values())
+        return Task("compute", op, self.ranks, (), *about, phase=main.phase, rate=rate, matmul=matmul)
 
 
 def is_product(one: Instruction) -> bool:
@@ -103,16 +83,16 @@ def _matmul(one: Instruction, factors: Sequence[Array]) -> tuple[int, int, int, 
     return left.size // each, right.size // each, k, batch
 
 
-def _flops(flow: Flow, place: Spot) -> int:
+def _flops(one: Instruction) -> int:
     """Floating-point operations: 2 per term of a product, none for a copy, else 1 per element of the larger side."""
-    one, operands = place.one, [operand.one.arrays for operand in flow.operands(place)]
+    operands = [operand.arrays for operand in one.operands]
     if is_product(one) and (matmul := _matmul(one, [arrays[0] for arrays in operands[:2]])):
         return 2 * math.prod(matmul)
     if one.op == "convolution":
         kernel, labels = operands[1][0], re.search(r"dim_labels=\w+_(\w+)->", one.attributes)
         features = kernel.shape[labels[1].index("o")] if labels else 1
         return 2 * one.arrays[0].size * (kernel.size // features)
-    if one.op == "scatter" and is_combining(flow, place):
+    if one.op == "scatter" and is_combining(one):
         return operands[-1][0].size
     if one.op in _COPIES or one.op in FREE or one.op in PASSED_ON:
         return 0
@@ -127,19 +107,19 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Instructions that update an array -> which operand is the update."""
 
 
-def hands_on(flow: Flow, place: Spot) -> bool:
+def hands_on(one: Instruction) -> bool:
     """Whether it only passes its operand on: a view, or a conversion by XLA."""
-    inside = [inner for inner in flow.inside(place) if inner.one.op != "parameter"]
-    return bool(inside) and all(map(_is_view, inside))
+    parts = [part for part in inside(one) if part.op != "parameter"]
+    return bool(parts) and all(map(_is_view, parts))
 
 
-def is_combining(flow: Flow, place: Spot) -> bool:
+def is_combining(one: Instruction) -> bool:
     """Whether it combines the update with the existing values, as in a sum, rather than replacing them."""
-    called = (flow.module.computations.get(name, []) for name in place.one.called("to_apply"))
+    called = (one.module.computations.get(name, []) for name in one.called("to_apply"))
     return any(inner.is_root and inner.op != "parameter" for ones in called for inner in ones)
 
 
-def num_bytes(flow: Flow, place: Spot) -> int:
+def num_bytes(one: Instruction) -> int:
     """The bytes that an instruction reads and writes: of arrays used in part, only that part.
 
         slice, dynamic-slice    the piece, read and written
@@ -156,73 +136,69 @@ def num_bytes(flow: Flow, place: Spot) -> int:
     instruction. For CPUs it instead converts a narrow array back and forth, so that the update needs no copy: there we
     add the copy that GPUs and TPUs make.
     """
-    return _Touched(flow, place).num_bytes()
+    return _Touched(one).num_bytes()
 
 
 class _Touched:
     """An instruction, or the instructions inside a fusion, and their input arrays.
 
-    body      the instructions, by name
-    given     for each input array, its name here, and where it is made
-    results   the names of the arrays that are returned
+    body      the instructions
+    given     for each input array, what stands for it here, and where it is made
+    results   the arrays that are returned
     """
 
-    def __init__(self, flow: Flow, place: Spot):
-        self.flow, self.place = flow, place
-        inside, operands = flow.inside(place), flow.operands(place)
-        self.body = {inner.one.name: inner for inner in inside if inner.one.op != "parameter"}
-        self.given = [(operand.one.name, operand) for operand in operands]
-        self.results = [place.one.name]
-        if place.one.op == "fusion":
-            self.given = [(x.one.name, operands[int(x.one.given)]) for x in inside if x.one.op == "parameter"]
-            root = next(inner for inner in inside if inner.one.is_root).one
-            self.results = root.operands if root.op == "tuple" else [root.name]
+    def __init__(self, one: Instruction):
+        self.one = one
+        self.body = [part for part in inside(one) if part.op != "parameter"]
+        self.given = [(operand, operand) for operand in one.operands]
+        self.results = [one]
+        if one.op == "fusion":
+            self.given = [(x, one.operands[int(x.given)]) for x in inside(one) if x.op == "parameter"]
+            root = next(part for part in inside(one) if part.is_root)
+            self.results = root.operands if root.op == "tuple" else [root]
 
     def num_bytes(self) -> int:
-        total, updates = 0, set[str]()
+        total, updates = 0, set[Instruction]()
         for result in self.results:
-            update = self.body.get(self._source(result))
+            update = self._source(result)
             given = self._updated(update)
-            if update is None or given is None:
-                total += _whole(self.flow, self.body.get(result))
+            if given is None:
+                total += _whole(result) if result in self.body else 0  # otherwise it is an input
                 continue
-            updates.add(update.one.name)
-            total += self._bytes(given, self._size_of_update(update))
-            if not _is_last(self.flow, self.place, given):
-                total += 2 * _whole(self.flow, given)
-        for name, given in self.given:
-            size = self._read(name, updates)
-            total += _whole(self.flow, given) if size is None else self._bytes(given, size)
+            updates.add(update)
+            total += _bytes(given, _size_of_update(update))
+            if not _is_last(self.one, given):
+                total += 2 * _whole(given)
+        for here, given in self.given:
+            size = self._read(here, updates)
+            total += _whole(given) if size is None else _bytes(given, size)
         return total
 
-    def _source(self, name: str) -> str:
+    def _source(self, one: Instruction) -> Instruction:
         """The array here that this is a view of."""
-        while name in self.body and _is_view(self.body[name]):
-            name = self.body[name].one.operands[0]
-        return name
+        while one in self.body and _is_view(one):
+            one = one.operands[0]
+        return one
 
-    def _updated(self, update: Spot | None) -> Spot | None:
+    def _updated(self, update: Instruction) -> Instruction | None:
         """The array that an instruction updates in place."""
-        if update is None or update.one.op not in _UPDATES or len(update.one.arrays) > 1:
+        if update not in self.body or update.op not in _UPDATES or len(update.arrays) > 1:
             return None
-        return dict(self.given).get(self._source(update.one.operands[0]))
+        return dict(self.given).get(self._source(update.operands[0]))
 
-    def _size_of_update(self, update: Spot) -> int:
-        return self.flow.operands(update)[_UPDATES[update.one.op]].one.arrays[0].size
-
-    def _read(self, name: str, updates: set[str]) -> int | None:
+    def _read(self, one: Instruction, updates: set[Instruction]) -> int | None:
         """How many elements of an array are read; None if all."""
         total = 0
-        for user in self.body.values():
-            if name not in user.one.operands:
+        for user in self.body:
+            if one not in user.operands:
                 continue
-            is_first = user.one.operands[0] == name and user.one.operands.count(name) == 1
-            if _is_view(user) and user.one.name not in self.results:
-                size = self._read(user.one.name, updates)
-            elif is_first and user.one.op in _PIECES:
-                size = user.one.arrays[0].size
-            elif is_first and user.one.name in updates:
-                size = self._size_of_update(user) if is_combining(self.flow, user) else 0
+            is_first = user.operands[0] is one and user.operands.count(one) == 1
+            if _is_view(user) and user not in self.results:
+                size = self._read(user, updates)
+            elif is_first and user.op in _PIECES:
+                size = user.arrays[0].size
+            elif is_first and user in updates:
+                size = _size_of_update(user) if is_combining(user) else 0
             else:
                 size = None
             if size is None:
@@ -230,41 +206,41 @@ class _Touched:
             total += size
         return total
 
-    def _bytes(self, given: Spot, size: int) -> int:
-        """The bytes of `size` elements of an input array."""
-        array = as_written(self.flow, given)
-        return array._replace(shape=(min(size, array.size),)).num_bytes
+
+def _size_of_update(update: Instruction) -> int:
+    return update.operands[_UPDATES[update.op]].arrays[0].size
 
 
-def _whole(flow: Flow, place: Spot | None) -> int:
-    if place is None:  # a result that is an input
-        return 0
-    arrays: list[Array] = place.one.arrays if len(place.one.arrays) != 1 else [as_written(flow, place)]
+def _bytes(given: Instruction, size: int) -> int:
+    """The bytes of `size` elements of an input array."""
+    array = as_written(given)
+    return array._replace(shape=(min(size, array.size),)).num_bytes
+
+
+def _whole(one: Instruction) -> int:
+    arrays: list[Array] = one.arrays if len(one.arrays) != 1 else [as_written(one)]
     return sum(array.num_bytes for array in arrays)
 
 
-def _is_view(place: Spot) -> bool:
-    return place.one.op in ("bitcast", "reshape") or is_inserted(place.one)
+def _is_view(one: Instruction) -> bool:
+    return one.op in ("bitcast", "reshape") or is_inserted(one)
 
 
-def _is_last(flow: Flow, place: Spot, array: Spot) -> bool:
-    """Whether nothing needs an array after the instruction at `place`. The caller needs what it has not donated."""
-    order = {one.name: number for number, one in enumerate(flow.module.computations[place.computation])}
-    pending, seen = [array], set[str]()
-    while pending:
-        same = pending.pop()
-        if same.one.name in seen:
-            continue
-        seen.add(same.one.name)
-        if flow.is_given(same) and int(same.one.given) not in flow.module.donated:
+def _is_last(one: Instruction, array: Instruction) -> bool:
+    """Whether nothing needs an array after an instruction. The caller needs what it has not donated."""
+    order = {each: number for number, each in enumerate(one.module.computations[one.computation])}
+
+    def same(array: Instruction) -> Iterator[Instruction]:
+        yield from (user for user in array.users if user is not one and hands_on(user))
+        if array.op == "get-tuple-element":
+            elements = array.operands[0].users
+            yield from (user for user in elements if user.op == array.op and user.index == array.index)
+        elif hands_on(array):
+            yield from array.operands[:1]
+
+    for each in reached([array], same):
+        if is_given(each) and int(each.given) not in one.module.donated:
             return False
-        users = [user for user in flow.users(same) if user.one.name != place.one.name]
-        if any(order[user.one.name] > order[place.one.name] for user in users):
+        if any(order[user] > order[one] for user in each.users if user is not one):
             return False
-        pending += [user for user in users if hands_on(flow, user)]
-        if same.one.op == "get-tuple-element":
-            elements = flow.users(flow.operands(same)[0])
-            pending += [user for user in elements if user.one.op == same.one.op and user.one.index == same.one.index]
-        elif hands_on(flow, same):
-            pending += flow.operands(same)[:1]
     return True

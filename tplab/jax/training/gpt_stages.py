@@ -20,7 +20,7 @@ from tplab.jax.run import run
 from tplab.mesh import Axis, Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
 from tplab.models.state import merge_state, split_state
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 from tplab.schedules import Schedule
 from tplab.sharding import cut
 from tplab.training.recipe import data_axes
@@ -83,7 +83,7 @@ class GPTPacking:
 
     def __init__(self, blueprints: Blueprints, config: GPTConfig, mesh: Mesh, axis: str = "tp"):
         self.blueprints, self.config, self.mesh, self.axis = blueprints, config, mesh, axis
-        self.specs = gpt_specs(config, axis)
+        self.specs, self._sizes = gpt_specs(config, axis), blueprints.sizes
         self.cut = Mesh(**{name: mesh.axis_size(name) for name in ("ep", axis) if name in mesh.axis_names})
 
     def pack(self, state: Mapping[str, Any]) -> Stages:
@@ -132,10 +132,6 @@ class GPTPacking:
     def names_on(self, rank: int) -> list[str]:
         """The distinct names of the parameters of a rank."""
         return list(dict.fromkeys(place.name for place in self._places() if place.rank == rank))
-
-    @property
-    def _sizes(self) -> Mapping[Kind, int]:
-        return self.blueprints.sizes
 
     def _num_rows(self, kind: Kind) -> int:
         return self.mesh.axis_size(kind.axes)

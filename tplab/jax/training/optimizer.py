@@ -55,6 +55,7 @@ class Optimizer:
     def __init__(self, packing: GPTPacking, recipe: Recipe):
         self._packing, self._clip, self._data_axes = packing, recipe.clip, data_axes(packing.mesh)
         self._whole = recipe.whole_loads(packing.mesh)
+        self._blueprints, self._sizes = packing.blueprints, packing.blueprints.sizes
         b1, b2 = recipe.betas
         self._adamw: Any = optax.chain(optax.scale_by_adam(b1, b2), optax.add_decayed_weights(recipe.weight_decay))
         lie = Stages({kind: P(kind.axes) for kind in self._sizes}, self._blueprints)  # type: ignore[misc]
@@ -140,14 +141,6 @@ class Optimizer:
             parts = np.asarray(stages.flat[kind]).reshape(num_parts, -1, width).swapaxes(0, 1)
             flat[kind] = np.ascontiguousarray(parts.reshape(-1, num_parts * width)[:, :size]).reshape(-1)
         return Stages(flat, self._blueprints)
-
-    @property
-    def _blueprints(self) -> Any:
-        return self._packing.blueprints
-
-    @property
-    def _sizes(self) -> dict[Kind, int]:
-        return self._packing.blueprints.sizes
 
     def _shared_by(self, kind: Kind) -> tuple[str, ...]:
         """The axes whose ranks share the states of their copies."""

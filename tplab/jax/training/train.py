@@ -24,9 +24,8 @@ from tplab.models.gpt import GPTConfig, gpt_state
 from tplab.pipeline.checks import split_batch
 from tplab.sharding import P
 from tplab.training.checkpoint import beginning
-from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
+from tplab.training.progress import Clock, PlainLine, Progress, Show, Stop, Trained
 from tplab.training.recipe import Recipe, batch_axes, context_axis, data_axes, with_all_axes
-from tplab.training.stop import Stop
 
 
 def train(
@@ -66,9 +65,11 @@ def train(
     recipe.check_mesh(mesh, config)
     first, show = beginning(folder, resume, config), PlainLine() if show is None else show
     loop = _Loop(config, recipe, mesh, on, seed)
-    stages, state = loop.start(gpt_state(config, seed)) if not first else loop.load(folder, first)
-    done: list[Progress] = []
-    clock = Clock(first, recipe.steps)
+    if folder is not None and first:
+        stages, state = checkpoint.load(folder, first, loop.packing, loop.optimizer)
+    else:
+        stages, state = loop.start(gpt_state(config, seed))
+    done, clock = list[Progress](), Clock(first, recipe.steps)
     with Stop() as stop:
         for step in range(first, recipe.steps):
             if not stop.may_begin(step):
@@ -131,10 +132,6 @@ class _Loop:
         """The stages of a whole model, and the optimizer's first states."""
         zeros = self.packing.pack({name: np.zeros_like(x) for name, x in whole.items()})
         return self.packing.pack(whole), self.optimizer.state_of(0, zeros, zeros)
-
-    def load(self, folder: Any, first: int) -> tuple[Stages, Any]:
-        """The stages and the optimizer's states of a checkpoint."""
-        return checkpoint.load(folder, first, self.packing, self.optimizer)
 
     def step(self, stages: Stages, state: Any, batch: tuple[np.ndarray, np.ndarray], number: int) -> Any:
         """(stages and state after the step, loss, norm of the gradients)"""

@@ -238,4 +238,5 @@ class MendedSteps:
             parts = [held[rank][name] for rank in one.group_of(self.rank) if name in held[rank]]
             total = parts[0] if not one.combine else torch.stack(parts).sum(0)
             total = total / len(parts) if one.combine == "mean" else total
-            local_of(x).detach().copy_(total * by if by != 1.0 else total)
+            own = local_of(x).detach() if x.layout is torch.strided else x  # a sparse one has memory of its own
+            own.copy_(total * by if by != 1.0 else total)

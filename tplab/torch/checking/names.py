@@ -151,8 +151,9 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 def address_of(x: Tensor) -> int:
-    """Return the address of this rank's part of a tensor. A sparse tensor has several: its id stands for them."""
+    """Return the address of this rank's part of a tensor; of a sparse one, that of its values, or else its id."""
     x = local_of(x)
+    x = x._values() if x.layout is torch.sparse_coo else x
     return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
 
 

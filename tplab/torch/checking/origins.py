@@ -145,7 +145,7 @@ _COMPARES = {"lt", "le", "gt", "ge", "less", "greater", "less_equal", "greater_e
 
 def is_in_place(name: str) -> bool:
     """Return whether the function of this name writes to its first argument."""
-    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def times(name: str, args: Sequence[Any]) -> float | None:

@@ -25,6 +25,7 @@ from tplab.mesh import Mesh
 from tplab.torch.checking.handed import Handed
 from tplab.torch.checking.names import FLAT
 from tplab.torch.checking.runs import NothingToLearn, NotRun, Runs
+from tplab.torch.checking.watch import Watch
 from tplab.torch.scripts import Cell
 
 Program = Callable[..., Any]
@@ -138,18 +139,23 @@ class _Doctor:
                 raise NothingToLearn(ONE_RANK)
             theirs = self._later()
 
-            def again(repairs: Sequence[Repair] = ()) -> list[Seen]:
+            def again(**how: Any) -> Watch:
                 self.theirs.seen()  # writes the script's checkpoint
-                return restarted.seen(repairs=repairs)
+                return restarted.watched(**how)
 
-            def diagnosed(ours: list[Seen], other: list[Seen] | None = None) -> SameModel:
-                return Diagnosis(ours, theirs, other, about=about, notes=self.notes).report()
+            def diagnosed(ours: list[Seen], *more: Any, **how: Any) -> Diagnosis:
+                return Diagnosis(ours, theirs, *more, about=about, notes=self.notes, **how)
 
-            report = diagnosed(ours := again())
+            report = diagnosed(ours := again().seen).report()
             if _is_certain(report):
                 return report
             other = self._later(parts=self.ours.mesh.size)
-            return _proven(diagnosed(ours, other), lambda repairs: diagnosed(again(repairs), other), can_trace=False)
+            judged = diagnosed(ours, other)
+            report, step = judged.report(), judged.facts.number
+            if judged.facts.wants_trails:  # of the first rank, beside the same rank of the run that goes on
+                whole = self.theirs.watched(traced=steps + step).trails[0]
+                report = diagnosed(ours, other, trails=Trails([again(traced=step).trails[0]], whole, True)).report()
+            return _proven(report, lambda fix: diagnosed(again(repairs=fix).seen, other).report(), can_trace=False)
         except NotRun as error:
             return error.report(about)
 

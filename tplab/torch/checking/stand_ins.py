@@ -7,8 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import update_wrapper
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,9 +26,10 @@ from tplab.torch.checking.names import OF_A_BATCH
 from tplab.torch.checking.pending import Call
 from tplab.torch.checking.pieces import is_stateless
 from tplab.torch.checking.watched import Watched
+from tplab.torch.distributed.replaced import Replaced, on_ranks
 from tplab.torch.private import CLIP, graph_task, local_of, transform
 from tplab.torch.ranks.meter import tensors_in
-from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.program import is_program, outwards
 from tplab.torch.ranks.values import dtype_name
 
 
@@ -80,17 +79,9 @@ class StandIns:
             self._replace(fsdp.FSDPModule, "set_requires_gradient_sync", require_sync)
 
     def _replace(self, owner: Any, name: str, act: Callable[..., Any]) -> None:
-        original, here, is_own = getattr(owner, name), self._here, name in vars(owner)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            rank = here()
-            return original(*args, **kwargs) if rank is None else act(rank, original, *args, **kwargs)
-
-        setattr(owner, name, update_wrapper(watched, original))  # callers may inspect its name and signature
-        if is_own:
-            self._undo.callback(setattr, owner, name, original)
-        else:  # inherited
-            self._undo.callback(delattr, owner, name)
+        replaced = Replaced([on_ranks(owner, name, self._here)(act)])
+        replaced.put()
+        self._undo.callback(replaced.take_back)
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if (rank := self._here()) is not None:
@@ -283,9 +274,5 @@ TABLE: Sequence[StandIn] = (
 
 def _only_asks_for_shapes() -> bool:
     """Return whether a pipeline calls its stage, or its loss, only to infer shapes."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name.endswith("_inference") and frame.f_code.co_filename.endswith("pipelining/stage.py"):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame in outwards(sys._getframe(2)))
+    return any(one.co_name.endswith("_inference") and one.co_filename.endswith("pipelining/stage.py") for one in codes)

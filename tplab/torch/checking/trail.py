@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tplab.checking.source import returned
-from tplab.checking.trail import Op, Trail
-from tplab.torch.checking.names import Names
+from tplab.checking.trail import READS, Op, Trail
+from tplab.torch.checking.names import Names, address_of
 from tplab.torch.checking.origins import compares, is_in_place, node_of, times
 from tplab.torch.checking.pieces import array_of, is_there
 from tplab.torch.private import graph_task, transform
@@ -22,8 +22,9 @@ from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.rank import this_rank
 
 _KEY = "tplab operation"
-_SILENT = {"__get__", "size", "dim", "numel", "item", "__len__", "__bool__", "stride", "is_floating_point", "backward"}
-"""Functions that only query a tensor."""
+_SILENT = {"__get__", "size", "dim", "numel", "__len__", "stride", "is_floating_point", "backward", "empty",
+           "empty_like", "new_empty"}  # fmt: skip
+"""Functions that only query a tensor, or make one without values."""
 
 
 class Recorder:
@@ -37,7 +38,7 @@ class Recorder:
         self._put = put or {}
         self.trail = Trail()
         self._names, self._is_on = names, is_on
-        self._made: dict[int, int] = {}
+        self._made, self._at = dict[int, int](), dict[int, int]()  # by id, and by address
         self._kept: list[Any] = []  # so that their ids are not reused
         self._turns: Counter[tuple[str, str]] = Counter()
         self._inside: list[Op] = []
@@ -54,9 +55,15 @@ class Recorder:
             return found
         op = self._begin(name, args, kwargs)
         args = tuple(self._put[op.key, at].to(x) if (op.key, at) in self._put else x for at, x in enumerate(args))
-        found = self._placed(op, run(func, args, kwargs))
-        self._note(op, args[0] if name == "__setitem__" else found)
-        return found
+        found = run(func, args, kwargs)
+        if name in READS:
+            if is_there(args[0]):
+                op.values.append(array_of(args[0]))
+                self.trail.ops.append(op)
+            return found
+        placed = self._placed(op, args[0] if name == "__setitem__" else found)
+        self._note(op, placed)
+        return found if name == "__setitem__" else placed
 
     def _placed(self, op: Op, found: Any, place: int = 0) -> Any:
         """Return the result of an operation, or the one to put in its place, with the original gradient."""
@@ -108,6 +115,7 @@ class Recorder:
         """Record a finished collective outside of autograd functions, which has written its results into tensors."""
         if not (self._inside or not self._is_on() or graph_task() != -1 or transform() is not None):
             op = self._begin(f"{name}_", (put,), {})
+            op.inputs = op.inputs or [self._at[at] for x in tensors_in(put) if (at := address_of(x)) in self._at]
             op.sent.append(op.line)
             self._note(op, [self._placed(op, x, place) for place, x in enumerate(into)], is_hooked=False)
 
@@ -150,7 +158,7 @@ class Recorder:
         for place, x in enumerate(results):
             with DisableTorchFunction():
                 op.values.append(array_of(x))
-            self._made[id(x)] = number
+            self._made[id(x)] = self._at[address_of(x)] = number
             self._kept.append(x)
             if is_hooked and node_of(x) is not None:
                 self._hook(x, op, number, place)

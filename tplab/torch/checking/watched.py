@@ -209,8 +209,7 @@ class Watched(ByHand):
         if self.is_looking or graph_task() != -1 or not torch.is_grad_enabled():
             return
         given, got = parts()
-        if op == "all_gather":  # a rank may insert its own part, which has a gradient, afterwards
-            given = [*map(self._undetached, given)]
+        given = [*map(self._undetached, given)]
         if any(x.requires_grad for x in given):
             self.seen.cut[self.line()] = op
             self.mending.passes_back(self.line(), ranks, given, got)

@@ -16,7 +16,6 @@ each uses the result of `all_gather` in its own way, and the gradients are added
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -85,8 +84,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, axis: Axis, dim: int, sizes: tuple[int, ...]) -> Tensor:
         index = this_rank().place(axis).index
-        begin = list(accumulate(sizes, initial=0))[index]
-        return own(x.narrow(dim, begin, sizes[index]))
+        return own(x.narrow(dim, sum(sizes[:index]), sizes[index]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Axis, int, tuple[int, ...]], output: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tplab.data.buckets import Bucket, Gradient, buckets_of
+from tplab.data.gradients import Bucket, Gradient, buckets_of
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, all_reduce, axis_size, start
 from tplab.torch.data.parameters import Key, Model, Named, check_dense, text, trainable

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tplab.data.clipping import EPSILON, check_max_norm, check_norm_type, cut_along, root, spec_of, specs_in
+from tplab.data.gradients import EPSILON, check_max_norm, check_norm_type, cut_along, root, spec_of, specs_in
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce
 from tplab.torch.data.parameters import (

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tplab.data.buckets import BUCKET_BYTES, Bucket
+from tplab.data.gradients import BUCKET_BYTES, Bucket
 from tplab.mesh import Axis
 from tplab.torch.comm.collectives import Handle, broadcast
 from tplab.torch.data.average import check_all_used, copies_of, keep_mean, plan_of, send_bucket, used_anywhere

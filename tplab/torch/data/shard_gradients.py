@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tplab.data.buckets import BUCKET_BYTES
+from tplab.data.gradients import BUCKET_BYTES
 from tplab.mesh import Axis
 from tplab.torch.data.pieces import Gather, Reduce
 from tplab.torch.data.sharded_optimizer import About, Bucket, Params, ShardedOptimizer

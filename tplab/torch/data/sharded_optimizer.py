@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tplab.data.buckets import BUCKET_BYTES, Gradient, buckets_of
+from tplab.data.gradients import BUCKET_BYTES, Gradient, buckets_of
 from tplab.data.pieces import OPS, check_copies, data_axes
 from tplab.errors import one_of
 from tplab.mesh import Axis

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 from tplab.errors import ShapeError
 from tplab.torch.private import no_dispatch, num_modes, premul_factor
-from tplab.torch.ranks.rank import Apart, Call, Place, current_rank_or_none
+from tplab.torch.ranks.rank import Apart, Call, Place, current_rank_or_none, message
 
 Put = Tensor | Sequence[Tensor]
 """A rank's input to a collective: a tensor, or several that count as one, concatenated."""
@@ -204,10 +204,8 @@ class Asked:
         key = op, other, tag
         call = self._messages.get(key)
         if call is None:
-            here, there = self.world_rank, self.place.group[self._position(other)]
-            pair, peers = ((here, there), (there, None)) if op == "send" else ((there, here), (None, there))
-            place = Place(self.label, Apart(pair, f"{self.name_} message {tag}"), int(op == "receive"))
-            call = self._messages[key] = Call(op, self.label, place, (other,), peers)
+            name, position = f"{self.name_} message {tag}", self._position(other)
+            call = self._messages[key] = message(op, self.label, self.place, position, name=name)
         return call
 
     def _deal(self, op: str, places: Sequence[Tensor], y: Tensor) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from tplab.torch.distributed.replaced import Value, on_ranks, taking_turns
-from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.program import is_program, outwards
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.texts import AGAIN
 from tplab.torch.ranks.watches import OF_FILES, OF_OTHERS, OF_THREADS
@@ -46,7 +46,7 @@ def of_several(is_timed: bool = False) -> SimulatedRank | None:
     rank = taking_turns()
     if rank is None or rank.waits_as_always:
         return None
-    return rank if is_timed or rank.home is not rank or rank.seat.turns.others_of(rank.seat) else None
+    return rank if is_timed or rank.home is not rank or rank.turns.others_of(rank) else None
 
 
 class Lock:
@@ -194,7 +194,7 @@ def _begun(rank: SimulatedRank, own: Any, process: Any, *args: Any, **kwargs: An
     if len(args) <= _ENV and kwargs.get("env") is None:
         kwargs["env"] = dict(os.environ)
     own(process, *args, **kwargs)
-    rank.seat.turns.watches.outsiders.add(process)
+    rank.turns.watches.outsiders.add(process)
 
 
 _ENV = [*inspect.signature(subprocess.Popen).parameters].index("env")
@@ -212,7 +212,7 @@ def _system(rank: SimulatedRank, own: Any, command: Any) -> int:
 @on_ranks(multiprocessing.process.BaseProcess, "start")
 def _process_started(rank: SimulatedRank, own: Any, process: Any) -> None:
     own(process)
-    rank.seat.turns.watches.outsiders.add(process)
+    rank.turns.watches.outsiders.add(process)
 
 
 @on_ranks(torch.futures.Future, "wait")
@@ -243,8 +243,9 @@ if fcntl is not None:
 
 def _asked(seconds: float | None = None) -> str:
     """The program's call that waits here, for at most these seconds, such as "Future.result"."""
-    frame, asked = sys._getframe(1), "threading"
-    while frame is not None and not is_program(frame.f_code.co_filename):
+    asked = "threading"
+    for frame in outwards(sys._getframe(1)):
+        if is_program(frame.f_code.co_filename):
+            break
         asked = frame.f_code.co_qualname
-        frame = frame.f_back
     return asked if seconds is None else asked + AGAIN

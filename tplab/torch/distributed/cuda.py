@@ -43,7 +43,7 @@ from tplab.torch.ranks.rank import this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
 
 
-class CudaOnCpu:
+class CudaOnCpu(Replaced):
     """The CPU instead of GPUs, for the duration of a run.
 
     num_gpus   how many GPUs programs find
@@ -53,13 +53,12 @@ class CudaOnCpu:
     def __init__(self, num_gpus: int):
         self.lines: dict[str, None] = {}
         self._devices = Devices(num_gpus, CPU)
-        self._replaced = Replaced([*self._answers(), *self._changed()])
-        self._add = self._replaced.values.extend
+        super().__init__([*self._answers(), *self._changed()])
         self._not_imported = {
             _FSDP: self._change_fsdp,
             CONTEXT_PARALLEL: self._change_attention,
             DTENSOR: self._change_dtensor,
-            FLEX_ATTENTION: lambda module: self._add(flex_attention_on_cpu(module)),
+            FLEX_ATTENTION: lambda module: self.values.extend(flex_attention_on_cpu(module)),
         }
         self._change_imported()
         self._settings: list[Any] = []
@@ -67,13 +66,13 @@ class CudaOnCpu:
     def put(self) -> None:
         self._settings = [getattr(home, name) for home, name in _SETTINGS]
         sys.meta_path.insert(0, self)
-        self._replaced.put()
+        super().put()
 
     def take_back(self) -> None:
         """Restore torch. May be called again if Ctrl-C has interrupted it."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        self._replaced.take_back()
+        super().take_back()
         for (home, name), value in zip(_SETTINGS, self._settings, strict=True):
             if getattr(home, name) != value:
                 setattr(home, name, value)
@@ -116,16 +115,16 @@ class CudaOnCpu:
     @contextmanager
     def _as_always(self) -> Iterator[None]:
         """A context in which torch is unchanged; does nothing inside another import, or after the run."""
-        if not self._replaced.is_there:
+        if not self.is_there:
             yield
             return
-        self._replaced.take_back()
+        super().take_back()
         try:
             with no_torch_function():
                 yield
         finally:
             self._change_imported()
-            self._replaced.put()
+            super().put()
 
     # --- attributes that are replaced while ranks run ------------------------------------------------------------
 
@@ -136,16 +135,16 @@ class CudaOnCpu:
 
     def _change_fsdp(self, module: ModuleType) -> None:
         fsdp = module.FullyShardedDataParallel
-        self._add([(fsdp, "__init__", self._with(fsdp.__init__, _sharded_on_cpu))])
+        self.values.append((fsdp, "__init__", self._with(fsdp.__init__, _sharded_on_cpu)))
 
     def _change_attention(self, module: ModuleType) -> None:
         if hasattr(module, "custom_ops"):  # other versions of torch may call it differently
-            self._add([(module, "custom_ops", {**module.custom_ops, **cpu_kernels(module)})])
+            self.values.append((module, "custom_ops", {**module.custom_ops, **cpu_kernels(module)}))
 
     def _change_dtensor(self, module: ModuleType) -> None:
         if (dispatcher := dtensor_dispatcher()) is not None:
             propagator = dispatcher.sharding_propagator
-            self._add([(propagator, name, table) for name, table in tables_with_attention(propagator).items()])
+            self.values.extend((propagator, name, table) for name, table in tables_with_attention(propagator).items())
 
     def _answers(self) -> list[Value]:
         """What torch.cuda and torch.accelerator return."""

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from tplab.torch.distributed.asked import Asked, Put, check_contiguous, factor_of, flat, in_memory, several
-from tplab.torch.distributed.rare import all_reduce_sparse, monitored_barrier
 from tplab.torch.distributed.seen import seen_by_modes
 from tplab.torch.distributed.work import Several, Started, Taken, Work, on_one_stream
 from tplab.torch.private import no_dispatch
 from tplab.torch.ranks.outcomes import own
 from tplab.torch.ranks.rank import Call
 from tplab.torch.ranks.simulated import SimulatedRank
+
+_DEFAULT_SECONDS = 1800.0
+"""torch's own timeout of half an hour."""
+_FAILED = "failed"
 
 
 @seen_by_modes
@@ -110,14 +114,55 @@ class Group(Asked, dist.ProcessGroup):
     # --- rare collectives ----------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, **given: Any) -> Work:
+        """Sparse tensors are added up as gloo does: every rank gets the indices and values of all ranks.
+
+        Raises TypeError for tensors and reductions that gloo does not support.
+        """
         if (x := several(tensors)[0]).layout is torch.strided:
             return super().allreduce(tensors, opts, **given)
-        all_reduce_sparse(x, opts, self._gathered)
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        if x.layout is not torch.sparse_coo or getattr(op, "op", op) != dist.ReduceOp.SUM:
+            raise TypeError(f"all_reduce of a tensor with the layout {x.layout} can only add up sparse_coo tensors")
+        with no_dispatch(), torch.no_grad():
+            whole = x.coalesce()
+            indices = torch.cat(self._gathered(whole.indices().t().contiguous())).t()
+            values = torch.cat(self._gathered(whole.values()))
+            x.copy_(torch.sparse_coo_tensor(indices, values, x.shape, check_invariants=False).coalesce())
         return Taken(x)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        monitored_barrier(self, timeout, wait_all_ranks)
+        """Wait until all ranks have arrived. If the program gives a timeout of its own and they cannot all arrive in
+        time, rank 0 names the missing ones; no rank waits for the timeout itself if nothing can change any more.
+
+        Raises RuntimeError in torch's words.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if seconds is not None and seconds < _DEFAULT_SECONDS:
+            self._meet_within(seconds, wait_all_ranks)
         super().monitored_barrier()
+
+    def _meet_within(self, seconds: float, names_all: bool) -> None:
+        position, here, said = self.rank(), self.member.here(), f"[Rank {self.rank()}]: "
+        if seconds <= 0:
+            raise RuntimeError(f"{said}Rank {position} timed out in monitoredBarrier after 0 ms.")
+        number, self.num_monitored = self.num_monitored, self.num_monitored + 1
+        groups: Any = c10d._world
+        come: set[Any] = groups.shared.others["monitored_barrier", self.name_, number].arrived
+        come.add(position)
+        here.look()
+        what = f"monitored_barrier({self.label!r})"
+        here.wait_until(lambda: len(come) == self.size() or _FAILED in come, what, seconds, gives_up=True)
+        missing = [other for other in range(self.size()) if other not in come]
+        if missing and position == 0:
+            come.add(_FAILED)
+            here.look()
+            named = f"Ranks {', '.join(map(str, missing))}" if names_all and missing[1:] else f"Rank {missing[0]}"
+            raise RuntimeError(f"{said}{named} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms")
+        if missing:
+            raise RuntimeError(
+                f"{said}Rank {position} successfully reached monitoredBarrier, but received errors while waiting for "
+                "send/recv from rank 0. Please check rank 0 logs for faulty rank."
+            )
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """The tensors of all ranks, which may differ only in dim 0."""
@@ -180,7 +225,6 @@ class Group(Asked, dist.ProcessGroup):
             return self.member.here().begin(call, x)
 
     def _together(self, works: Sequence[Work], opts: Any) -> Work:
-        """Several collectives as one."""
         if not works:
             return Taken()
         if opts is not None and not opts.asyncOp:

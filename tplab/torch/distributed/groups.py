@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from tplab.errors import CollectiveMismatchError, MeshError
@@ -18,8 +19,7 @@ from tplab.mesh import APART, DIM, Mesh, label_of, mesh_of_dims
 from tplab.torch.distributed.group import Group
 from tplab.torch.distributed.identity import IDENTITY
 from tplab.torch.distributed.profiling import Profiling
-from tplab.torch.distributed.rare import RARE
-from tplab.torch.distributed.replaced import Replaced, Value
+from tplab.torch.distributed.replaced import Replaced, Value, on_ranks
 from tplab.torch.distributed.store import FileStore, Made, PrefixStore, Shared, Store, TCPStore
 from tplab.torch.private import c10d_C
 from tplab.torch.ranks.simulated import SimulatedRank
@@ -137,7 +137,7 @@ class Groups:
                 f"new_group number {name} is not the same on all ranks:\n{said}\nevery rank must make every group, in "
                 "the same order, also those that it is not in, unless all pass use_local_synchronization=True"
             )
-            member.seat.turns.fail(error)
+            member.turns.fail(error)
             raise error
         made.came.add(member.rank)
         if member.rank in ranks and "gloo" in backend:
@@ -194,12 +194,25 @@ def _resolve(name: str) -> Any:
     return c10d_C._resolve_process_group(name)
 
 
-class Hooks:
+@on_ranks(torch.ops._c10d_functional, "all_gather_into_tensor_out")
+def _gather_into(rank: Any, own: Any, x: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
+    """An operation which torch's C++ code would run without the group's methods. The result is there when `wait_tensor`
+    returns."""
+    group: Any = c10d_C._resolve_process_group(group_name)
+    c10d_C._register_work(out, group.all_gather_single(out, x))
+    return out
+
+
+_gather_into[2].default = _gather_into[2]  # its only overload
+
+
+class Hooks(Replaced):
     """torch.distributed as simulated ranks need it, for the duration of a run."""
 
     def __init__(self) -> None:
         from torch.distributed import c10d_logger, device_mesh
 
+        self._is_inside = False  # another run
         own: list[Value] = [
             (c10d_logger, "_get_msg_dict", lambda name, *_, **__: {"func_name": name}),  # torch's asks NCCL
             (c10d, "_store_based_barrier", lambda *args, **kwargs: None),
@@ -211,20 +224,19 @@ class Hooks:
             (torch.multiprocessing, "start_processes", _spawned),
             (torch.UntypedStorage, "resize_", resize),
             *IDENTITY,
-            *RARE,
+            _gather_into,
             *Profiling().attributes,
             *((inspect.unwrap(getattr(c10d, name)), "__code__", hook.__code__) for name, hook in _HOOKS.items()),
         ]
-        self._replaced = Replaced(own)
-        self._is_inside = False  # another run
+        super().__init__(own)
 
     def put(self) -> None:
         self._is_inside = isinstance(c10d._world, Groups)
         c10d_C._set_thread_isolation_mode(True)
-        self._replaced.put()
+        super().put()
 
     def take_back(self) -> None:
-        self._replaced.take_back()
+        super().take_back()
         c10d_C._set_thread_isolation_mode(self._is_inside)
 
 

@@ -31,7 +31,7 @@ def _number(rank: SimulatedRank, own: Any) -> int:
 
 def number_of(rank: SimulatedRank) -> int:
     """The rank's process number: that of its thread. No other process has it, and a signal to it reaches this one."""
-    thread = rank.home.seat.thread
+    thread = rank.home.thread
     return (thread and thread.native_id) or _getpid()
 
 
@@ -39,14 +39,14 @@ def number_of(rank: SimulatedRank) -> int:
 def _end(rank: SimulatedRank, own: Any, code: int) -> NoReturn:
     """Ends the rank and, as under torchrun, all others, unless all is well. The process continues: in a notebook, it is
     the kernel."""
-    if code == 0 and threading.current_thread() is rank.home.seat.thread:
+    if code == 0 and threading.current_thread() is rank.home.thread:
         raise SystemExit(0)
     _fail(rank, f"os._exit({code})")
 
 
 def _fail(rank: SimulatedRank, by: str) -> NoReturn:
     text = f"rank {rank.rank} ended its process by {by} at {rank.lines.here()}"
-    rank.seat.turns.fail(RankError(text, rank.rank))
+    rank.turns.fail(RankError(text, rank.rank))
     raise Released
 
 
@@ -79,7 +79,7 @@ _getsignal = signal.getsignal
 
 @on_ranks(signal, "signal")
 def _set(rank: SimulatedRank, own: Any, number: int, handler: Any) -> Any:
-    if threading.current_thread() is not rank.home.seat.thread:
+    if threading.current_thread() is not rank.home.thread:
         return own(number, handler)  # which refuses, in a second thread
     if not (callable(handler) or handler in (signal.SIG_DFL, signal.SIG_IGN)):
         raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")

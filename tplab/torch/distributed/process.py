@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from tplab.mesh import Mesh
 from tplab.torch.distributed.cuda import CudaOnCpu, advice
 from tplab.torch.distributed.groups import Dims, Groups, Hooks
+from tplab.torch.distributed.replaced import Replaced
 from tplab.torch.distributed.settings import Met, Settings
 from tplab.torch.distributed.store import Shared
 from tplab.torch.distributed.threads import Threads
@@ -92,11 +93,12 @@ class Processes:
         own = Slot(c10d.__name__, "_world", lambda *_: None), Slot("builtins", "print")
         self._slots = [*_OF_EACH, *own, Slot("logging", "root.manager.disable"), *SLOTS]  # not imported so far
         self._met: list[Met] = []
-        self._changes: list[Any] = [Hooks(), Settings(self._met), Threads(self._beside)]  # of torch and of Python
+        self._changes: list[Replaced] = [Hooks(), Settings(self._met), Threads(self._beside)]  # of torch and of Python
         self._cuda: CudaOnCpu | None = None
         self._finder = _Finder(self)
         self._shared = Shared()
         self._dims = Dims(mesh)
+        self.named_mesh = self._dims.named
         self._kernel: Process | None = None
         self.active: Process | None = None
         self.ranks: list[Process] = []
@@ -116,10 +118,6 @@ class Processes:
     def advice(self, error: BaseException) -> str | None:
         """Advice for a program in which a rank has raised `error`."""
         return advice(error, is_mapped=self._cuda is not None)
-
-    def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The mesh that the program has made, if the run's has no names, and the meaning of groups' labels on it."""
-        return self._dims.named()
 
     # --- swapping ------------------------------------------------------------------------------------------------
 
@@ -237,7 +235,7 @@ class Processes:
     def _beside(self, member: SimulatedRank) -> Iterator[None]:
         """A context around a thread that the program of a rank has started, in that thread."""
         groups: Any = c10d._world
-        for seat in (member.seat, member.seat.home):
+        for seat in (member, member.home):
             seat.begins = groups.register
         groups.register()
         try:

@@ -17,7 +17,8 @@ _getpid = os.getpid
 
 
 class Replaced:
-    """Replacements, and the values before them."""
+    """Replacements, and the values before them. A change of a process for the duration of a run is one, or consists of
+    several."""
 
     def __init__(self, values: Iterable[Value] = ()):
         self.values = [*values]
@@ -47,18 +48,18 @@ class Replaced:
 def taking_turns() -> SimulatedRank | None:
     """The rank of the calling thread, if it takes turns."""
     rank = current_rank_or_none()
-    return rank if isinstance(rank, SimulatedRank) and rank.seat.turns.process == _getpid() else None
+    return rank if isinstance(rank, SimulatedRank) and rank.turns.process == _getpid() else None
 
 
-def on_ranks(home: Any, name: str) -> Callable[[Callable[..., Any]], Value]:
-    """Decorate what replaces `home.name` in threads that take turns: it gets the rank and the original first. In other
-    threads the original runs. Gives the replacement, not the function."""
+def on_ranks(home: Any, name: str, here: Callable[[], Any] = taking_turns) -> Callable[[Callable[..., Any]], Value]:
+    """Decorate what replaces `home.name` in threads that run a rank, which `here` returns: it gets the rank and the
+    original first. In other threads the original runs. Gives the replacement, not the function."""
     found: Any = getattr(home, name)
     own: Callable[..., Any] = getattr(found, "tplabs_own", found)  # not that of an enclosing run
 
     def decorated(function: Callable[..., Any]) -> Value:
         def call(*args: Any, **kwargs: Any) -> Any:
-            rank = taking_turns()
+            rank = here()
             return own(*args, **kwargs) if rank is None else function(rank, own, *args, **kwargs)
 
         replacement: Any = wraps(own)(call)

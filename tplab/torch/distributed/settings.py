@@ -34,7 +34,7 @@ class _Folder:
                 _chdir(path)
 
 
-class Settings:
+class Settings(Replaced):
     """Loggers and the working directory of all ranks of a run.
 
     `logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)` and the like are meant for one rank only. Libraries
@@ -44,14 +44,12 @@ class Settings:
     def __init__(self, slots: list[Met]) -> None:
         self._slots, self._has = slots, set[Any]()
         changes = [on_ranks(logging.Logger, name)(self._changes) for name in _CHANGES]
-        self._replaced = Replaced(
+        super().__init__(
             [on_ranks(os, "chdir")(self._changes_folder), (logging.Logger, "isEnabledFor", _is_enabled), *changes]
         )
-        self.put = self._replaced.put
 
     def take_back(self) -> None:
-        """Switch from the ranks to the notebook. May be called again if Ctrl-C has interrupted it."""
-        self._replaced.take_back()
+        super().take_back()
         logging.root.manager._clear_cache()  # type: ignore[attr-defined]
 
     def _changes_folder(self, rank: Any, own: Any, path: Any) -> None:

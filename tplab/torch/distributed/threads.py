@@ -26,7 +26,7 @@ from tplab.torch.ranks.watcher import Listener, watcher
 Inside = Callable[[SimulatedRank], AbstractContextManager[None]]
 
 
-class Threads:
+class Threads(Replaced):
     """Python's threads as simulated ranks need them, for the duration of a run.
 
     beside   makes the context for a thread that a rank has started
@@ -34,36 +34,26 @@ class Threads:
 
     def __init__(self, beside: Inside):
         self._beside = beside
-        self._replaced = Replaced([*BLOCKING, on_ranks(threading.Thread, "start")(self._started)])
-        self._had_filter = False
-
-    def put(self) -> None:
-        logger = logging.getLogger("concurrent.futures")
-        self._had_filter = _is_no_release in logger.filters  # of the enclosing run
-        logger.addFilter(_is_no_release)
-        self._replaced.put()
-
-    def take_back(self) -> None:
-        self._replaced.take_back()
-        if not self._had_filter:
-            logging.getLogger("concurrent.futures").removeFilter(_is_no_release)
+        log = logging.getLogger("concurrent.futures")
+        quiet = log, "filters", [*log.filters, _is_no_release]
+        super().__init__([*BLOCKING, on_ranks(threading.Thread, "start")(self._started), quiet])
 
     def _started(self, rank: SimulatedRank, own: Any, thread: Any) -> None:
         if not _belongs_to_program(thread) or thread.ident is not None:
-            rank.seat.turns.watches.outsiders.add(thread)
+            rank.turns.watches.outsiders.add(thread)
             own(thread)
             return
         other = rank.beside(thread)
-        seat, turns = other.seat, rank.seat.turns
+        turns = rank.turns
         listeners = [one for one in watcher().listeners if one.follows_threads]
         program = thread.run
-        thread._seat = seat
-        thread.run = partial(turns.live, seat, partial(self._live, other, thread, program, listeners))
+        thread._seat = other
+        thread.run = partial(turns.live, other, partial(self._live, other, thread, program, listeners))
         rank.waits_as_always = True  # until the new thread runs, which is before its turn
         try:
             own(thread)
         except BaseException:
-            turns.leave(seat)
+            turns.leave(other)
             raise
         finally:
             rank.waits_as_always = False
@@ -86,7 +76,7 @@ class Threads:
         except Released:
             raise
         except BaseException as error:  # as in any thread, it ends only the thread
-            if rank.seat.turns.failure is None:
+            if rank.turns.failure is None:
                 at = rank.world.lines.of(error)
                 text = f"{type(error).__name__}{f' at {at}' if at else ''}: {error}"
                 rank.home.raised.append(f"its thread {thread.name!r} has raised {text}")

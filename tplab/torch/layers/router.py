@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tplab.experts.losses import check_balance
-from tplab.experts.routing import Routing
+from tplab.experts.routing import Routing, check_balance
 from tplab.mesh import Axis
 from tplab.sharding import P
 from tplab.torch.comm.collectives import all_reduce, axis_size
@@ -110,7 +109,7 @@ def balance_loss(
     sequence_axis   along which ranks share each sequence: what "microbatch" and "sequence" count is spread over them
     An axis costs an all_reduce of E numbers for each sequence. p is the mean of this rank's scores, as probabilities.
     So the mean of the ranks' losses is the loss of the whole batch.
-    Raises ValueError if an axis does not fit `over`. See tplab.experts.losses for the equations and their sources.
+    Raises ValueError if an axis does not fit `over`. See tplab.experts.routing for the equations and their sources.
     """
     tokens, experts = routed.scores.shape
     each, counted = check_balance(over, tokens, sequence, axis, sequence_axis)

@@ -127,7 +127,7 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
 def token_positions(
     num_tokens: int, axis: Axis, *, layout: LayoutName = "contiguous", documents: Sequence[int] = ()
 ) -> Tensor:
-    """The positions [n] in a whole sequence of this rank's tokens along `axis`: ids[:, positions] are their ids.
+    """The positions [n] of this rank's tokens in a whole sequence of `num_tokens`: ids[:, positions] are their ids.
 
     documents   lengths of packed documents: positions in the token's own document, as RoPE needs them
     """

@@ -11,7 +11,7 @@ from tplab.mesh import Axis
 from tplab.models import gpt as pure
 from tplab.models.checks import SequenceScheme, check_ids
 from tplab.models.gpt import IGNORED, GPTConfig, GPTExperts, beside, gpt_layer_name, gpt_parameters
-from tplab.pipeline.layer_spec import LayerSpec, TiedSpec
+from tplab.pipeline.partition import LayerSpec, TiedSpec
 from tplab.sequence import LayoutName
 from tplab.torch.comm.collectives import all_reduce, axis_size
 from tplab.torch.comm.regions import copy_to, reduce_from, scatter_to

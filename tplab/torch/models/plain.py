@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tplab.errors import ShapeError
 from tplab.models.gpt import GPTConfig
-from tplab.pipeline.layer_spec import LayerSpec
+from tplab.pipeline.partition import LayerSpec
 
 
 class PlainGPT(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tplab.torch.ranks.process_state import generators
+from tplab.torch.ranks.process_state import generators, put_states
 from tplab.torch.ranks.rank import around, enter, this_rank
 from tplab.torch.ranks.simulated import SimulatedRank
 from tplab.torch.ranks.turns import Released
@@ -40,7 +40,7 @@ class Pair:
                 "overlap=True runs forward passes in a thread that torch.distributed does not know: leave it out where "
                 "the program of simulated ranks calls init_process_group"
             )
-        self._gate = self._rank.seat.gate if isinstance(self._rank, SimulatedRank) else None
+        self._gate = self._rank.gate if isinstance(self._rank, SimulatedRank) else None
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
         self._generators = generators(self._device)
@@ -83,14 +83,14 @@ class Pair:
     def _switch(self, other: Lock, own: Lock) -> None:
         """Switch from this thread to the other, and back. Ctrl-C ends the one that runs."""
         rank = self._rank
-        states, own_of_pass = [one.get() for one in self._generators], (rank.seed, rank.draws, rank.drawn, rank.unit)
+        states = [one.get_state() for one in self._generators]
+        own_of_pass = rank.seed, rank.draws, rank.drawn, rank.unit
         if self._gate is not None:
             self._gate.close()
         other.release()
         own.acquire()
         rank.seed, rank.draws, rank.drawn, rank.unit = own_of_pass
-        for one, state in zip(self._generators, states, strict=True):
-            one.set(state)
+        put_states(self._generators, states)
         if self._gate is not None:
             self._gate.open()
 

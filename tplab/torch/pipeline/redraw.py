@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tplab.mesh import Axis
-from tplab.torch.ranks.process_state import generators
+from tplab.torch.ranks.process_state import first_state, generators, put_states
 from tplab.torch.ranks.rank import Rank
 
 _REDRAW = (1 << 31) + 1  # sets these numbers apart from others that derive from the run's seed
@@ -30,12 +30,12 @@ class Redraw:
         source = np.random.SeedSequence(rank.seed, spawn_key=(_REDRAW, *key))
         self._seed = int(source.generate_state(1, np.uint64)[0])
         here = {**rank.mesh.coordinates(rank.rank), **dict.fromkeys(rank.mesh.names(axis), 0)}
-        self._states = [generator.state(self._seed, rank.mesh.rank(**here)) for generator in self._generators]
+        self._states = [first_state(one, self._seed, rank.mesh.rank(**here)) for one in self._generators]
         self._draws: dict[Any, int] = {}
 
     def mark(self) -> Mark:
         """The current position of the draws, for `go_back`. It may be called inside the context."""
-        return [generator.get() for generator in self._generators], dict(self._draws)
+        return [one.get_state() for one in self._generators], dict(self._draws)
 
     def go_back(self, mark: Mark) -> None:
         """Draw again what was drawn after `mark`. Call it before the context is entered again."""
@@ -43,13 +43,11 @@ class Redraw:
 
     def __enter__(self) -> None:
         rank = self._rank
-        self._others = [generator.get() for generator in self._generators], rank.seed, rank.draws
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set(state)
+        self._others = [one.get_state() for one in self._generators], rank.seed, rank.draws
+        put_states(self._generators, self._states)
         rank.seed, rank.draws = self._seed, self._draws
 
     def __exit__(self, *_: object) -> None:
         self._states = self.mark()[0]
         states, self._rank.seed, self._rank.draws = self._others
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set(state)
+        put_states(self._generators, states)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tplab.mesh import Axis
 from tplab.pipeline.checks import Tied, check_data_axis
 from tplab.schedules import Action, Costs, Schedule
-from tplab.schedules.execute import program
+from tplab.schedules.check import program
 from tplab.torch.pipeline.copies import GradientSync
 from tplab.torch.pipeline.worker import Evaluation, Loss, Worker
 from tplab.torch.ranks.rank import this_rank

@@ -14,7 +14,7 @@ from tplab.errors import ScheduleError
 from tplab.mesh import Axis
 from tplab.pipeline.checks import check_loss, check_microbatches, no_way_back
 from tplab.schedules import Action, Costs, Schedule
-from tplab.schedules.execute import require_ranks
+from tplab.schedules.check import require_ranks
 from tplab.torch.comm.collectives import all_reduce, start
 from tplab.torch.comm.messages import receive, send
 from tplab.torch.pipeline.graph import Gradients, Tensors, add_gradients, has_gradient

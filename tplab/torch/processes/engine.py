@@ -71,7 +71,7 @@ class Engine:
         x       this rank's input, contiguous; it may be written to
         shapes  of all inputs, in the order of positions
         """
-        op, row, index, (cut_dim, join_dim) = call.op, call.row, call.place.index, call.dims
+        op, row, index, join_dim = call.op, call.row, call.place.index, call.dims[1]
         if row.takes and not any(map(prod, shapes)) and call.splits is None:
             return outcomes.results(call, [x.new_empty(shape) for shape in shapes])[index]
         backend = self._backend(call.place, x.device.type)
@@ -84,16 +84,8 @@ class Engine:
             return outcomes.joined(found, join_dim) if found else _zeros(x, shapes, join_dim)
         elif op == "scatter":
             return _scattered(backend, call, x)
-        elif call.splits is not None and op == "all_to_all":
-            return _dealt(backend, call, x)
         elif op == "all_to_all":
-            num_ranks = len(shapes)
-            pieces = [piece.contiguous() for piece in x.chunk(num_ranks, cut_dim)]
-            put = torch.cat([bytes_of(piece) for piece in pieces])
-            taken = torch.empty_like(put)
-            backend.alltoall_base(taken, put, [], []).wait()
-            parts = [row.view(x.dtype).view(pieces[0].shape) for row in taken.chunk(num_ranks)]
-            return outcomes.joined(parts, join_dim)
+            return _dealt(backend, call, x)
         elif op in _REDUCES and x.dtype in (_ORDERS if call.reduction in EXTREMES else _ADDS):
             result = _reduced(backend, call, x)
             return result.div_(len(shapes)) if call.reduction == "mean" else result
@@ -143,13 +135,15 @@ class Engine:
 
 
 def _dealt(backend: Any, call: Call, x: Tensor) -> Tensor:
-    """An all_to_all with the number of rows for each position that the call gives."""
-    assert call.splits is not None and call.takes is not None
-    row_bytes, rows = prod(x.shape[1:]) * x.element_size(), sum(call.takes)
-    taken = torch.empty(rows * row_bytes, dtype=torch.uint8, device=x.device)
-    sizes = ([size * row_bytes for size in each] for each in (call.takes, call.splits))
-    backend.alltoall_base(taken, bytes_of(x), *sizes).wait()
-    return taken.view(x.dtype).view(rows, *x.shape[1:])
+    """An all_to_all of equal pieces, or with the number of rows for each position that the call gives."""
+    (cut_dim, join_dim), num_ranks = call.dims, len(call.place.group)
+    pieces = x.chunk(num_ranks, cut_dim) if call.splits is None else x.split(call.splits)
+    shapes = [pieces[0].shape] * num_ranks if call.takes is None else [(rows, *x.shape[1:]) for rows in call.takes]
+    to, come = ([prod(shape) * x.element_size() for shape in each] for each in ((one.shape for one in pieces), shapes))
+    taken = torch.empty(sum(come), dtype=torch.uint8, device=x.device)
+    backend.alltoall_base(taken, torch.cat([bytes_of(piece.contiguous()) for piece in pieces]), come, to).wait()
+    parts = [part.view(x.dtype).view(shape) for part, shape in zip(taken.split(come), shapes)]
+    return outcomes.joined(parts, join_dim)
 
 
 def _gathered(backend: Any, x: Tensor, shapes: Shapes, root: int | None = None) -> list[Tensor]:

@@ -18,9 +18,11 @@ from tplab.torch.private import backend_of
 from tplab.torch.processes import frames
 from tplab.torch.processes.engine import POISON_TAG, Engine, break_off
 from tplab.torch.processes.frames import Header, Side
-from tplab.torch.ranks.rank import Pair
+from tplab.torch.ranks.rank import Apart
 
 _UNWATCHED_SENDS = 512
+Awaited = dict[int, tuple[Tensor, Any]]
+"""Frames that have not arrived, by the ranks that send them: the memory for each, and what `wait` takes."""
 
 
 class ConnectionLost(RankError):
@@ -41,15 +43,25 @@ class Exchange:
         self._gloo, self._rank, self.engine = gloo, rank, engine
         self._sends: deque[tuple[Any, Tensor]] = deque()  # in flight, with the memory that they read from
 
-    def start(self, tag: int, outgoing: Mapping[int, Header], sources: Iterable[int]) -> Flight:
+    def start(self, tag: int, outgoing: Mapping[int, Header], sources: Iterable[int]) -> Awaited:
         """Send a frame to each rank in `outgoing`; prepare to receive one from each of `sources`."""
-        flight = Flight(self)
+        awaited: Awaited = {}
         for source in sources:
             frame = frames.empty_frame()
-            flight.frames[source] = frame, self.receive(source, tag, frame)
+            awaited[source] = frame, self.receive(source, tag, frame)
         for target, header in outgoing.items():
             self.send(target, tag, frames.encode(header))
-        return flight
+        return awaited
+
+    def finish(self, awaited: Awaited, check: Callable[[Side], None]) -> dict[int, Header]:
+        """Wait for all these frames, and return their headers by rank. `check` may refuse a side."""
+        arrived = {}
+        for source, (frame, work) in list(awaited.items()):
+            self.wait(work)
+            arrived[source] = frames.decode(frame)
+            del awaited[source]
+            check(arrived[source].side)
+        return arrived
 
     def send(self, target: int, tag: int, data: Tensor) -> None:
         """Send bytes. They must not be written to until they have arrived."""
@@ -89,28 +101,6 @@ class Exchange:
             raise ConnectionLost(text, self._rank) from None
 
 
-class Flight:
-    """Frames that are expected from some ranks. `missing` are the ranks whose frames have not arrived."""
-
-    def __init__(self, exchange: Exchange):
-        self._exchange = exchange
-        self.frames: dict[int, tuple[Tensor, Any]] = {}
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(self.frames)
-
-    def finish(self, check: Callable[[Side], None]) -> dict[int, Header]:
-        """Wait for all frames, and return their headers by rank. `check` may refuse a side."""
-        arrived = {}
-        for source, (frame, work) in list(self.frames.items()):
-            self._exchange.wait(work)
-            arrived[source] = frames.decode(frame)
-            del self.frames[source]
-            check(arrived[source].side)
-        return arrived
-
-
 class Tags:
     """A tag for each collective, from its group and its number among the group's collectives.
 
@@ -124,7 +114,7 @@ class Tags:
                 for group in mesh.groups(names):
                     groups.setdefault(group, len(groups))
         for pair in permutations(mesh.ranks, 2):
-            groups[Pair(pair)] = len(groups)
+            groups[Apart(pair)] = len(groups)
         self._groups = groups
         self._window = (POISON_TAG - 1) // len(groups)
 

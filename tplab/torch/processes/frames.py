@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ SIZE = 1 << 13
 
 _HELD_UP_TO = 1000
 """Characters of an error that travel in a frame."""
-
-_LENGTH = struct.Struct("<H")
 
 
 class Side(NamedTuple):
@@ -93,24 +90,22 @@ def with_tuples(x: Any) -> Any:
 def encode(header: Header) -> Tensor:
     """A frame as bytes."""
     text = header.to_text()
-    if _LENGTH.size + len(text) > SIZE:
+    if len(text) > SIZE:
         raise TplabError(
             f"a message's header has {len(text):,} bytes, and there is room for {SIZE:,}: it names too many ranks; use "
             "an axis with fewer"
         )
-    return torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def empty_frame() -> Tensor:
     """A buffer for a frame."""
-    return torch.empty(SIZE, dtype=torch.uint8, device="cpu")
+    return torch.zeros(SIZE, dtype=torch.uint8, device="cpu")
 
 
 def decode(frame: Tensor) -> Header:
     """The header of a frame that has arrived."""
-    start = _LENGTH.size
-    (length,) = _LENGTH.unpack(frame[:start].numpy().tobytes())
-    return Header.from_text(frame[start : start + length].numpy().tobytes())
+    return Header.from_text(frame.numpy().tobytes().rstrip(b"\0"))
 
 
 def bytes_of(x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 from tplab.errors import TplabError
@@ -43,7 +45,7 @@ class Launcher:
     """
 
     def __init__(self, entry: str, preload: Sequence[str] = ()):
-        ours, theirs = socket.socketpair()
+        self._control, theirs = Pipe()
         self.words = scratch_file()
         control = str(theirs.fileno())
         command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), __file__, control, entry, *preload]
@@ -58,15 +60,13 @@ class Launcher:
             stderr=self.words,
         )
         theirs.close()
-        self._socket = ours
         self._lock = threading.RLock()
-        self._unread = b""
         self._ended: dict[int, int] = {}
         self._is_gone = False
 
     def fileno(self) -> int:
         """For select: readable when a worker has ended."""
-        return self._socket.fileno()
+        return self._control.fileno()
 
     @property
     def is_alive(self) -> bool:
@@ -75,15 +75,13 @@ class Launcher:
     def start(self, arguments: dict[str, Any], fds: Sequence[int], words: int) -> int:
         """Start a worker with these file descriptors; its stdout and stderr go to `words`. Returns its process id."""
         with self._lock:
-            request = json.dumps({"start": arguments}).encode()
             try:
-                socket.send_fds(self._socket, [request], [words, *fds])
-                while True:
-                    for answer in self._read(None):
-                        if "started" in answer:
-                            return answer["started"]
-                    if self._is_gone:
-                        break
+                self._control.send(("start", arguments, 1 + len(fds)))
+                for fd in (words, *fds):
+                    send_handle(self._control, fd, None)
+                while not self._is_gone:
+                    if (pid := self._read(None)) is not None:
+                        return pid
             except OSError:
                 self._is_gone = True
         raise TplabError(
@@ -107,14 +105,15 @@ class Launcher:
         """End these workers at once, whatever they are doing."""
         if pids and not self._is_gone:
             try:
-                self._socket.sendall(json.dumps({"kill": list(pids)}).encode() + b"\n")
+                with self._lock:
+                    self._control.send(("kill", list(pids), 0))
             except OSError:
                 self._is_gone = True
 
     def close(self) -> None:
         """End the launcher and every worker that is left."""
         self._is_gone = True
-        self._socket.close()
+        self._control.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -125,20 +124,21 @@ class Launcher:
     def forget(self) -> None:
         """Drop the launcher in a copy of this process (after a fork), to which it does not belong."""
         self._is_gone = True
-        self._socket.close()
+        self._control.close()
         self._process.returncode = 0  # the copy must not wait for it
 
-    def _read(self, timeout: float | None) -> list[dict[str, Any]]:
-        """Read and return the launcher's messages. Records which workers have ended."""
-        if not select.select([self._socket], [], [], timeout)[0]:
-            return []
-        data = self._socket.recv(1 << 16)
-        self._is_gone = self._is_gone or not data
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        for message in messages:
-            self._ended.update(dict(message.get("ended", ())))
-        return messages
+    def _read(self, timeout: float | None) -> int | None:
+        """Read a message of the launcher, if there is one. Returns the worker that it has started, if it says so, and
+        records which workers have ended."""
+        if not self._control.poll(timeout):
+            return None
+        try:
+            started, ended = self._control.recv()
+        except (EOFError, ConnectionError):
+            self._is_gone = True
+            return None
+        self._ended.update(ended)
+        return started
 
 
 def text_of(fd: int, last_bytes: int | None = None) -> str:
@@ -160,7 +160,7 @@ def serve(argv: Sequence[str]) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # keeps the garbage collector of workers from writing to the shared memory
-    control = socket.socket(fileno=int(control_fd))
+    control = Connection(int(control_fd))
     bell, ringer = socket.socketpair()
     ringer.setblocking(False)
     bell.setblocking(False)
@@ -173,27 +173,25 @@ def serve(argv: Sequence[str]) -> None:
             if bell in ready:
                 bell.recv(4096)
                 if ended := _reap(children):
-                    control.sendall(json.dumps({"ended": ended}).encode() + b"\n")
+                    control.send((None, ended))
             if control in ready:
-                data, fds, _, _ = socket.recv_fds(control, 1 << 16, 16)
-                if not data:
-                    raise ConnectionError
-                for line in data.splitlines():
-                    request = json.loads(line)
-                    for pid in children.intersection(request.get("kill", ())):
+                what, about, num_fds = control.recv()
+                fds = [recv_handle(control) for _ in range(num_fds)]
+                if what == "kill":
+                    for pid in children.intersection(about):
                         _kill(pid)
-                    if "start" in request:
-                        ours, pid = os.getpid(), os.fork()
-                        if not pid:
-                            for mine in (control, bell, ringer):
-                                mine.close()
-                            _work(entry, request["start"], fds, ours)
-                        os.setpgid(pid, pid)
-                        children.add(pid)
-                        control.sendall(json.dumps({"started": pid}).encode() + b"\n")
+                    continue
+                ours, pid = os.getpid(), os.fork()
+                if not pid:
+                    for mine in (control, bell, ringer):
+                        mine.close()
+                    _work(entry, about, fds, ours)
+                os.setpgid(pid, pid)
+                children.add(pid)
+                control.send((pid, []))
                 for fd in fds:
                     os.close(fd)
-        except ConnectionError:
+        except (EOFError, ConnectionError):
             for pid in children:
                 _kill(pid)
             os._exit(0)

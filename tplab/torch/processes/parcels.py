@@ -6,10 +6,10 @@ import io
 import mmap
 import os
 import pickle
-import socket
-import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,7 +23,6 @@ from tplab.torch.ranks.watcher import Watched
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
 _ALIGNMENT = 64  # bytes, as in torch's own allocations: the results of kernels may depend on it
-_HEAD = struct.Struct("<QQ")
 
 
 class Parcel:
@@ -38,31 +37,32 @@ class Parcel:
     """
 
     def __init__(self, *contents: Any, shared: bool = True):
-        stream, table = io.BytesIO(), _Storages()
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
         for content in contents:
-            _Pickler(stream, table).dump(content)
+            pickler.dump(content)
         places, size = [], 0
-        for storage in table.storages:
+        for storage in pickler.storages:
             places.append((size, storage.nbytes()))
             size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        self.memory_size = size if shared and size > INLINE_UP_TO else 0
         self.fd: int | None = None
-        if self.memory_size:
+        if shared and size > INLINE_UP_TO:
             self.fd = scratch_file()
             os.ftruncate(self.fd, size)
             memory: Any = mmap.mmap(self.fd, size)
         else:
             memory = bytearray(size)
-        for storage, (start, num_bytes) in zip(table.storages, places):
+        for storage, (start, num_bytes) in zip(pickler.storages, places):
             if num_bytes:
                 target = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
                 target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-        self.body = pickle.dumps((places, b"" if self.memory_size else bytes(memory))) + stream.getvalue()
+        self.body = pickle.dumps((places, b"" if self.fd is not None else bytes(memory))) + stream.getvalue()
 
-    def send(self, to: socket.socket) -> None:
-        fds = [] if self.fd is None else [self.fd]
-        socket.send_fds(to, [_HEAD.pack(len(self.body), self.memory_size)], fds)
-        to.sendall(self.body)
+    def send(self, to: Connection) -> None:
+        to.send(self.fd is not None)
+        if self.fd is not None:
+            send_handle(to, self.fd, None)
+        to.send_bytes(self.body)
 
     def close(self) -> None:
         """Release this side's hold on the memory. Processes that have received it keep theirs."""
@@ -71,13 +71,10 @@ class Parcel:
             self.fd = None
 
 
-def send(to: socket.socket, content: Any) -> None:
+def send(to: Connection, content: Any) -> None:
     """Pack an object and send it."""
-    parcel = Parcel(content)
-    try:
+    with closing(Parcel(content)) as parcel:
         parcel.send(to)
-    finally:
-        parcel.close()
 
 
 class Received:
@@ -102,46 +99,35 @@ class Received:
                 storages.append(view.untyped_storage())
             else:
                 storages.append(UntypedStorage(0))
+        unpickler = _Unpickler(stream, storages)
         while stream.tell() < len(self._body):
-            yield _Unpickler(stream, storages).load()
+            yield unpickler.load()
 
 
-def receive(source: socket.socket) -> Received | None:
+def receive(source: Connection) -> Received | None:
     """The next parcel, or None if the other side is gone."""
     try:
-        head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1)
-        head = head + _exactly(source, _HEAD.size - len(head))
-        length, memory_size = _HEAD.unpack(head)
-        body = _exactly(source, length)
-    except (ConnectionError, EOFError):
+        fd, body = recv_handle(source) if source.recv() else None, source.recv_bytes()
+    except (EOFError, OSError):
         return None
-    memory = None
-    if fds:
-        memory = mmap.mmap(fds[0], memory_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        os.close(fds[0])
+    if fd is None:
+        return Received(body)
+    memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    os.close(fd)
     return Received(body, memory)
 
 
-def _exactly(source: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    view, filled = memoryview(data), 0
-    while filled < num_bytes:
-        count = source.recv_into(view[filled:])
-        if not count:
-            raise EOFError
-        filled += count
-    return bytes(data)
+class _Pickler(cloudpickle.Pickler):
+    """A pickler that puts the memory of tensors in a table, each piece once, so that views remain views. It adds the
+    file to each code object."""
 
-
-class _Storages:
-    """The memory of all tensors that are packed, each piece once, so that views remain views."""
-
-    def __init__(self) -> None:
+    def __init__(self, stream: io.BytesIO):
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.storages: list[UntypedStorage] = []
         self._places: dict[int, int] = {}
         self._met: list[UntypedStorage] = []  # kept alive, so that no other storage gets the same address
 
-    def place(self, storage: UntypedStorage) -> int:
+    def _place(self, storage: UntypedStorage) -> int:
         key = storage_id(storage)
         place = self._places.get(key)
         if place is None:
@@ -150,19 +136,11 @@ class _Storages:
             self.storages.append(storage if storage.device.type == "cpu" else storage.cpu())
         return place
 
-
-class _Pickler(cloudpickle.Pickler):
-    """A pickler that puts the memory of tensors in a table, and adds the file to each code object."""
-
-    def __init__(self, stream: io.BytesIO, table: _Storages):
-        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self._table = table
-
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, TypedStorage):
-            return self._table.place(obj._untyped_storage), obj.dtype
+            return self._place(obj._untyped_storage), obj.dtype
         if isinstance(obj, UntypedStorage):
-            return self._table.place(obj), torch.uint8  # as torch.load expects it
+            return self._place(obj), torch.uint8  # as torch.load expects it
         return None
 
     def reducer_override(self, obj: Any) -> Any:

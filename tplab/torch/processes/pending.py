@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from threading import Event, Thread
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tplab.torch.private import no_dispatch, phase
-from tplab.torch.processes.exchange import Flight
+from tplab.torch.processes.exchange import Awaited
 from tplab.torch.processes.frames import Header, Side, bytes_of
 from tplab.torch.processes.recorded import RecordedRank
 from tplab.torch.processes.waits import mismatch
 from tplab.torch.ranks import outcomes, texts
 from tplab.torch.ranks.meeting import bytes_sent
 from tplab.torch.ranks.rank import Call, Pending
-from tplab.trace.journal import Group, Met, Said, Sent, Taken
+from tplab.trace.journal import Group
 from tplab.trace.label import Label, of_all
 
 
@@ -30,7 +29,7 @@ class ProcessPending(Pending):
     over     set when this one is over
     """
 
-    flight: Flight | None = None
+    awaited: Awaited | None = None
     before: Event | None = None
 
     def __init__(self, rank: RecordedRank, call: Call, side: Side, number: int, tag: int, begun: float):
@@ -59,22 +58,23 @@ class ProcessPending(Pending):
         """Record in the rank's journal what has happened, and advance its count of hops. A GPU is past reading what was
         sent by now, so that memory can be freed."""
 
-    def said(self, num_bytes: int, step: int, label: Label, values: np.ndarray | None) -> Said:
-        """The contents of its note, except the times."""
+    def noted(self, kind: str, end: float, label: Label, **about: Any) -> None:
+        """Note in the rank's journal what this is, from the moment it begun until `end`."""
         side, call = self.side, self.call
-        about = num_bytes, side.shape, side.dtype, step, side.where, self.phase, call.reduction
-        return Said(self.group, self.number, call.op, call.place.label, *about, label, values)
+        about |= {"op": call.op, "axis": call.place.label, "shape": side.shape, "dtype": side.dtype}
+        about |= {"where": side.where, "phase": self.phase, "reduction": call.reduction}
+        self.rank.journal.note(kind, self.begun, end, label, (self.group, self.number), **about)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks whose frames have not arrived yet."""
-        return () if self.flight is None else self.flight.missing
+        return tuple(self.awaited or ())
 
     def fly(self) -> None:
         """Continue in a separate thread, so that it really overlaps with what the rank computes."""
-        if self.flight is not None:
+        if self.awaited is not None:
             self._flies = True
             about = torch.get_num_threads(), torch.is_inference_mode_enabled()  # a new thread has its own settings
             Thread(target=self._fly, args=about, daemon=True).start()
@@ -116,9 +116,10 @@ class ProcessPending(Pending):
         assert result is not None
         rank.engine.join(self.done, result)
         rank.waits_in = None
-        arrival = now if self.flight is None else self._landed_at
+        arrival = now if self.awaited is None else self._landed_at
         if arrival > now:
-            rank.journal.waited.append((self.call.op, now, arrival, self.call.place.label, self.side.where))
+            about: dict[str, Any] = {"op": self.call.op, "axis": self.call.place.label, "where": self.side.where}
+            rank.journal.note("wait", now, arrival, **about)
         self.note(result, arrival)
         return result
 
@@ -164,7 +165,7 @@ class Alone(ProcessPending):
 
     def note(self, result: Tensor, arrival: float) -> None:
         if self.call.peers is not None:
-            self.rank.received(result, self._label)
+            self.rank.provenance.received(result, self._label)
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -183,7 +184,7 @@ class Message(ProcessPending):
         self.like, self.x = x, self.keep(x)
         outgoing = {} if target is None else {target: self._note_sent(x, target)}
         sources = [] if self.source is None else [self.source]
-        self.flight = self.rank.exchange.start(self.tag, outgoing, sources)
+        self.awaited = self.rank.exchange.start(self.tag, outgoing, sources)
         if target is not None and self.x.is_cpu and x.numel():
             self.rank.exchange.send(target, self.tag, bytes_of(self.x))
 
@@ -191,13 +192,13 @@ class Message(ProcessPending):
         rank = self.rank
         step = rank.way_is_free(target)
         rank.take_way(target, step)
-        label, values = rank.content(x)
-        rank.journal.sent.append(Sent(target, self.begun, self.said(x.nbytes, step, label, values)))
+        label, about = rank.provenance.of(x), {"values": rank.values.of(x), "peer": target}
+        self.noted("message", self.begun, label, bytes=x.nbytes, step=step, **about)
         return Header(self.side, step, label)
 
     def arrive(self) -> Tensor:
-        assert self.flight is not None
-        headers, engine = self.flight.finish(self.check), self.rank.engine
+        assert self.awaited is not None
+        headers, engine = self.rank.exchange.finish(self.awaited, self.check), self.rank.engine
         with engine.after(self.ready):
             if self.source is None:
                 result = torch.zeros_like(self.like, memory_format=torch.contiguous_format, requires_grad=False)
@@ -219,10 +220,9 @@ class Message(ProcessPending):
         if self.source is None:
             return
         rank = self.rank
-        taken = Taken(arrival, self.side.where, self.phase)
-        rank.journal.received[self.source, self.group, self.number] = taken
+        self.noted("taken", arrival, self.header.label, peer=self.source)
         rank.hops = max(rank.hops, self.header.hops + 1)
-        rank.received(result, self.header.label)
+        rank.provenance.received(result, self.header.label)
 
     @property
     def sent_with(self) -> tuple[Any, ...]:
@@ -243,11 +243,11 @@ class Together(ProcessPending):
         self.header = Header(self.side, self.hop, rank.put_in(x))
         self.x, self.device = self.keep(x), x.device
         others = [other for other in self.group if other != rank.rank]
-        self.flight = rank.exchange.start(self.tag, dict.fromkeys(others, self.header), others)
+        self.awaited = rank.exchange.start(self.tag, dict.fromkeys(others, self.header), others)
 
     def arrive(self) -> Tensor:
-        assert self.flight is not None
-        headers = {self.rank.rank: self.header, **self.flight.finish(self.check)}
+        assert self.awaited is not None
+        headers = {self.rank.rank: self.header, **self.rank.exchange.finish(self.awaited, self.check)}
         self.headers = [headers[rank] for rank in self.group]
         self.check_room([header.side for header in self.headers])
         self.hop = max(header.hops for header in self.headers)
@@ -265,8 +265,7 @@ class Together(ProcessPending):
         numels = [torch.Size(header.side.shape).numel() for header in self.headers]
         num_bytes = bytes_sent(call, side.shape, getattr(torch, side.dtype).itemsize, numels, index)
         values = rank.values.of(result)
-        said = self.said(num_bytes, self.hop, self._label(result), values)
-        rank.journal.met.append(Met(self.begun, arrival, said))
+        self.noted("collective", arrival, self._label(result), bytes=num_bytes, step=self.hop, values=values)
 
     def _label(self, result: Tensor) -> Label:
         """The label of the result. Only results of some of the ranks need to be followed."""
@@ -277,7 +276,7 @@ class Together(ProcessPending):
         ]
         label = of_all(self.call.op, given, self.call.root)[index]
         if not is_all:
-            self.rank.received(result, label)
+            self.rank.provenance.received(result, label)
         return label
 
     @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import Pipe
 from multiprocessing.connection import wait as wait_for_any
 from tempfile import mkdtemp
 from types import ModuleType
@@ -18,9 +18,8 @@ from typing import Any
 from tplab.errors import RankError, TplabError
 from tplab.spare import scratch_file
 from tplab.torch.processes import parcels
-from tplab.torch.processes.failure import death, error_of
 from tplab.torch.processes.launcher import LAST_WORDS, Launcher, text_of
-from tplab.torch.processes.program import Outcome, Program
+from tplab.torch.processes.program import Outcome, Program, death, error_of
 from tplab.torch.processes.waits import unmet
 from tplab.torch.ranks.program import is_program
 
@@ -43,7 +42,7 @@ class Member:
 
     def __init__(self, launcher: Launcher, rank: int, about: dict[str, Any]):
         self.rank, self.is_gone = rank, False
-        self.control, theirs = socket.socketpair()
+        self.control, theirs = Pipe()
         self.stdout, self.stderr, self.words = (scratch_file() for _ in range(3))
         for file in (self.stdout, self.stderr):
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # so that it can be emptied while it is written to

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import linecache
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import tplab
+from tplab import errors
+from tplab.errors import RankError, TplabError
+from tplab.mesh import Mesh
 from tplab.torch.processes.exchange import ConnectionLost, Exchange
 from tplab.torch.processes.parcels import Parcel, Received
 from tplab.torch.processes.rank import ProcessRank
 from tplab.torch.processes.waits import Report
 from tplab.torch.ranks import rank as rank_context
+from tplab.torch.ranks import texts
 from tplab.torch.ranks.arguments import Arguments, Job
-from tplab.torch.ranks.process_state import generators
+from tplab.torch.ranks.process_state import first_state, generators, put_states
 from tplab.torch.ranks.results import without_graph
 from tplab.torch.ranks.world import Inherited
 from tplab.trace.journal import Journal
@@ -108,10 +117,9 @@ class Outcome(NamedTuple):
 def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) -> Any:
     """Run the program as this rank, and return its result."""
     job, drawn_from = program.job, generators(device)
-    kept = [generator.get() for generator in drawn_from]
+    kept = [generator.get_state() for generator in drawn_from]
     pieces = Arguments(job._replace(device=device), num_here=1).of(rank.rank)
-    for generator in drawn_from:
-        generator.set(generator.state(job.seed, rank.rank))
+    put_states(drawn_from, [first_state(generator, job.seed, rank.rank) for generator in drawn_from])
     rank.seed = job.seed
     rank_context.enter(rank)
     try:
@@ -125,8 +133,7 @@ def carry_out(program: Program, rank: ProcessRank, device: torch.device | None) 
         return without_graph(result)
     finally:
         rank_context.leave()
-        for generator, state in zip(drawn_from, kept):
-            generator.set(state)
+        put_states(drawn_from, kept)
 
 
 def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
@@ -150,3 +157,66 @@ def raised(error: BaseException, rank: ProcessRank | None) -> Raised:
 
 def _is_ours(filename: str) -> bool:
     return Path(tplab.__file__).parent in Path(filename).parents
+
+
+# --- the error in the process that started the run --------------------------------------------------------------------
+
+
+def error_of(rank: int, raised: Raised, mesh: Mesh, cells: Mapping[str, int]) -> TplabError:
+    """The error for what `rank` raised: that error itself if it is tplab's, otherwise a RankError with it as the cause.
+
+    The rank's traceback is added to it as a note.
+    """
+    try:
+        error = None if raised.error is None else Received(raised.error).open()
+    except Exception:  # its class cannot be imported here
+        error = None
+    if not isinstance(error, BaseException):
+        error = _made_anew(raised)
+    if raised.stack:
+        error.add_note(_stack_text(rank, raised, cells))
+    return named(error, rank, raised, mesh)
+
+
+def _made_anew(raised: Raised) -> BaseException:
+    """A Python or tplab error, from its name and text; for any other, a RuntimeError that names it."""
+    known = getattr(errors, raised.kind, None) or getattr(builtins, raised.kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        with suppress(TypeError):  # it needs other arguments than a text
+            return known(raised.text)
+    return RuntimeError(f"{raised.kind}: {raised.text}")
+
+
+def named(error: BaseException, rank: int, raised: Raised, mesh: Mesh) -> TplabError:
+    """The error for `error`, which `rank` raised, as for simulated ranks."""
+    if isinstance(error, TplabError) and (raised.is_verdict or raised.is_lost):
+        return error
+    return texts.raised(rank, error, raised.kind, raised.text, raised.line, mesh)
+
+
+def _stack_text(rank: int, raised: Raised, cells: Mapping[str, int]) -> str:
+    """The rank's traceback. The text of its lines is read here, in the notebook's process."""
+    lines = [f"Traceback of rank {rank} (most recent call last):"]
+    for filename, number, function in raised.stack:
+        name = Path(filename).name
+        cell = f"cell {cells[name]}" if name in cells else filename
+        lines.append(f"  {cell}, line {number}, in {function}")
+        if text := linecache.getline(filename, number).strip():
+            lines.append(f"    {text}")
+    return "\n".join(lines)
+
+
+def death(rank: int, status: int | None, words: str) -> RankError:
+    """The error for a process that ended by itself. `status` is from os.waitpid; `words` is its last output."""
+    if status is None:
+        how = "closed its connection"
+    elif os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        how = f"ended with signal {number} ({signal.Signals(number).name})"
+        if number == signal.SIGKILL:
+            how += ", which is what the system sends when memory runs out"
+    else:
+        how = f"ended with exit status {os.waitstatus_to_exitcode(status)}"
+    words = words.partition("\n\nExtension modules:")[0]  # the end of Python's message about a crash
+    text = f"rank {rank}'s process {how}; the other ranks were ended, and the next run starts new processes"
+    return RankError(text + (f".\nThe last it said:\n{words}" if words else ""), rank)

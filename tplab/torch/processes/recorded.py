@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from tplab.errors import TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.exchange import Exchange
-from tplab.torch.ranks.meter import Meter
 from tplab.torch.ranks.provenance import Provenance
 from tplab.torch.ranks.rank import Lines, Rank
 from tplab.torch.ranks.values import Values, dtype_name
-from tplab.trace.journal import Added, Computed, Doing, Journal
-from tplab.trace.label import Label
+from tplab.trace.journal import Doing, Journal
+from tplab.trace.label import UNKNOWN, Label
+
+_ANYTHING = Doing("compute", "", UNKNOWN)
 
 
 class RecordedRank(Rank):
@@ -42,11 +42,8 @@ class RecordedRank(Rank):
         self._ways: dict[int, int] = {}  # the hop until which the link to another rank is busy
         self._seen_at = 0.0
         self._doing: Doing | None = None
-        self._meter = Meter(self, None)
         self.values = Values(record)
-        self._provenance = Provenance(
-            rank, self.labels, self._meter, lambda x, piece: rank + piece * mesh.size, record * mesh.size
-        )
+        self.provenance = Provenance(self, lambda x, piece: rank + piece * mesh.size, record * mesh.size)
 
     # --- the program's own work ----------------------------------------------------------------------------------
 
@@ -57,13 +54,13 @@ class RecordedRank(Rank):
     def stop_watching(self) -> None:
         """Called after the program."""
         self.journal.end = self.catch_up()
-        if self._meter.is_open:
-            self._meter.close()
+        self.provenance.meter.close()
 
     def catch_up(self, held: int = -1) -> float:
         """Record what this rank has computed since the last record, and what it holds now. Returns the time."""
         now = time.perf_counter()
-        self.journal.computed.append(Computed(self._seen_at, now, self._doing, held))
+        op, where, label, _ = self._doing or _ANYTHING
+        self.journal.note("compute", self._seen_at, now, label, op=op, where=where, held=held)
         return now
 
     @contextmanager
@@ -91,22 +88,15 @@ class RecordedRank(Rank):
 
     # --- contents kept for the trace, as on simulated ranks --------------------------------------------------------
 
-    def content(self, x: Tensor) -> tuple[Label, np.ndarray | None]:
-        """The label of a tensor that is sent, and its values if they are kept."""
-        return self._provenance.of(x), self.values.of(x)
-
     def put_in(self, x: Tensor) -> Label:
         """The label of a tensor that is put into a collective."""
-        return self._provenance.put_in(x) or Label(-1, (self.rank,))
+        return self.provenance.put_in(x) or Label(-1, (self.rank,))
 
     def added_to(self, op: str, x: Tensor, label: Label) -> None:
         if self._doing is None:
-            now, values = time.perf_counter(), self._provenance.values.of(x)
-            self.journal.added.append(Added(op, now, tuple(x.shape), dtype_name(x.dtype), label, values))
-
-    def received(self, x: Tensor, label: Label | None) -> None:
-        """Follow the data of a received tensor through this rank's operations."""
-        self._provenance.received(x, label)
+            now, values = time.perf_counter(), self.provenance.values.of(x)
+            about = {"op": op, "shape": tuple(x.shape), "dtype": dtype_name(x.dtype), "values": values}
+            self.journal.note("added", now, now, label, **about)
 
 
 class _LinesOfNotebook(Lines):

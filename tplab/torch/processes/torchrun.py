@@ -17,9 +17,8 @@ from tplab.errors import MeshError, TplabError
 from tplab.mesh import Mesh
 from tplab.torch.processes.engine import WAIT_FOREVER, Engine
 from tplab.torch.processes.exchange import Exchange, gloo_of
-from tplab.torch.processes.failure import error_of, named
 from tplab.torch.processes.parcels import Parcel, Received
-from tplab.torch.processes.program import Program, Raised, Settings, carry_out, raised
+from tplab.torch.processes.program import Program, Raised, Settings, carry_out, error_of, named, raised
 from tplab.torch.processes.rank import ProcessRank, Watch
 from tplab.torch.processes.waits import unmet
 from tplab.torch.ranks.arguments import Arguments, Job
@@ -143,7 +142,8 @@ def run_under_torchrun(job: Job) -> tuple[list[Any], Callable[[], Trace]]:
     try:
         with _labelled(here.rank):
             result = carry_out(program, rank, device)
-        gathered = here.gather((result, rank.journal.shift(here.offset), rank.report(), not rank.num_in_flight))
+        rank.journal.behind = here.offset
+        gathered = here.gather((result, rank.journal, rank.report(), not rank.num_in_flight))
     except BaseException as error:
         watch.close()
         named = _named(error, rank, here, store)

@@ -41,7 +41,7 @@ class _Warm:
         self.lock = RLock()
         self._launcher: Launcher | None = None
         self._pools: dict[tuple[int, bool], Pool] = {}  # the most recently used is last
-        self._clock: Timer | None = None
+        self._clocks: list[Timer] = []
 
     def pool(self, num_ranks: int, has_gpus: bool) -> Pool:
         """A pool that is ready to run."""
@@ -64,26 +64,22 @@ class _Warm:
     def rest(self) -> None:
         """After each run: if no other run follows soon, end the processes, and later the launcher."""
         self._wake_up()
-        self._end_later(SECONDS_AT_REST, self._close_pools)
 
-    def _end_later(self, seconds: float, end: Callable[[], None]) -> None:
-        def at_last() -> None:
+        def at_last(end: Callable[[], None]) -> None:
             with self.lock:
-                if self._clock is clock:  # no run since then
+                if self._clocks is clocks:  # no run since then
                     end()
 
-        self._clock = clock = Timer(seconds, at_last)
-        clock.daemon = True
-        clock.start()
+        ends = (SECONDS_AT_REST, self._end_pools), (SECONDS_TO_KEEP, self.close)
+        self._clocks = clocks = [Timer(seconds, at_last, [end]) for seconds, end in ends]
+        for clock in clocks:
+            clock.daemon = True
+            clock.start()
 
     def _wake_up(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
-
-    def _close_pools(self) -> None:
-        self._end_pools()
-        self._end_later(max(0.0, SECONDS_TO_KEEP - SECONDS_AT_REST), self.close)
+        for clock in self._clocks:
+            clock.cancel()
+        self._clocks = []
 
     def _end_pools(self) -> None:
         pools, self._pools = self._pools, {}

@@ -9,6 +9,7 @@ import queue
 import socket
 import sys
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from threading import Thread
 from typing import TextIO
 
@@ -34,7 +35,7 @@ WORTH_RETURNING = 8_000_000
 class Worker:
     """One rank's process. Each parcel that arrives over `control` is a program; it ends when `control` closes."""
 
-    def __init__(self, rank: int, control: socket.socket, exchange: Exchange, store: dist.Store):
+    def __init__(self, rank: int, control: Connection, exchange: Exchange, store: dist.Store):
         self._rank, self._control, self._exchange, self._store = rank, control, exchange, store
         self._programs: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self._resident = spare.resident_bytes()
@@ -100,12 +101,12 @@ def main(arguments: dict[str, int | str], fds: list[int]) -> None:
     The ranks find each other through a file in a directory that only this user may read. It tells gloo where to
     connect.
 
-    fds     the socket to the process that asked for the worker, and the files for what its programs print to stdout and
-            to stderr; the output of libraries and of Python itself, as in a crash, goes elsewhere
+    fds     the connection to the process that asked for the worker, and the files for what its programs print to stdout
+            and to stderr; the output of libraries and of Python itself, as in a crash, goes elsewhere
     """
     faulthandler.enable(all_threads=False)
     rank, num_ranks, has_gpu = int(arguments["rank"]), int(arguments["num_ranks"]), bool(arguments["has_gpu"])
-    control = socket.socket(fileno=fds[0])
+    control = Connection(fds[0])
     sys.stdout, sys.stderr = map(_written_at_once, fds[1:])
     store = dist.FileStore(str(arguments["store"]), num_ranks)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()  # the machine's own name may lead anywhere, or nowhere

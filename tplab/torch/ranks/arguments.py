@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tplab.comm import check_entries
 from tplab.errors import SpecError
 from tplab.mesh import Mesh
-from tplab.options import check_entries
 from tplab.sharding import P, check_spec, shard_slices
 from tplab.spare import scratch_file
 from tplab.torch.private import pytree
@@ -60,7 +60,7 @@ class Arguments:
         self._mesh, self._device, self._num_here = mesh, job.device, num_here
         self._pages: dict[int, Pages] = {}
         self._trees: list[tuple[Any, list[Any], list[P]]] = []
-        for arg, entry in zip(args, entries_of(in_specs, len(args), "in_specs", "arguments"), strict=True):
+        for arg, entry in zip(args, entries_of(in_specs, len(args)), strict=True):
             leaves, structure = pytree.tree_flatten(arg)
             specs = spread(entry, arg, "in_specs")
             for leaf, spec in zip(leaves, specs, strict=True):
@@ -132,12 +132,12 @@ class Arguments:
         return mine.to(self._device) if isinstance(mine, nn.Module) and self._device is not None else mine
 
 
-def entries_of(specs: Any, count: int, name: str, what: str) -> list[Any]:
-    """One entry of `specs` for each of `count` things."""
+def entries_of(specs: Any, count: int) -> list[Any]:
+    """One entry of `in_specs` for each of `count` arguments."""
     if specs is None or isinstance(specs, P):
         return [specs] * count
-    _check_whose(specs, name)
-    check_entries(specs, count, name, what)
+    _check_whose(specs, "in_specs")
+    check_entries(specs, count, "in_specs", "arguments")
     return list(specs)
 
 

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
+from tplab.cost.clock import Links
 from tplab.cost.cluster import Cluster
 from tplab.cost.lanes import ISSUE, ROUND, WAIT, Lanes, Log
-from tplab.cost.links import Links
 from tplab.mesh import Mesh
 from tplab.trace.journal import Doing
 from tplab.trace.recorder import Recorder, When

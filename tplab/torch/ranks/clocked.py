@@ -17,12 +17,12 @@ from tplab.errors import OutsideRunError
 from tplab.torch.private import phase
 from tplab.torch.ranks.chronicle import Burst
 from tplab.torch.ranks.meeting import Meeting, Site
-from tplab.torch.ranks.meter import Cost, Meter
+from tplab.torch.ranks.meter import Cost
 from tplab.torch.ranks.program import is_program
 from tplab.torch.ranks.provenance import NAMES_UP_TO, Provenance, name_in_program
 from tplab.torch.ranks.rank import Call, Rank, current_rank_or_none
 from tplab.torch.ranks.texts import AGAIN
-from tplab.torch.ranks.turns import Seat
+from tplab.torch.ranks.turns import Seat, Turns
 from tplab.torch.ranks.values import dtype_name
 from tplab.torch.ranks.watches import OF_RANKS, at
 from tplab.torch.ranks.world import World
@@ -32,8 +32,8 @@ from tplab.trace.label import Label
 _MOST_LOOKS, _LOOK = 100, 1e-3
 
 
-class ClockedRank(Rank):
-    """A rank that is a thread of this process and takes turns, on the seat `seat`.
+class ClockedRank(Rank, Seat):
+    """A rank that is a thread of this process and takes turns.
 
     On its `lane` of the log it records what it computes, sends and waits for, in the order of its program. The times of
     all that on the modelled clock are worked out later (`chronicle`): the program does not depend on them.
@@ -43,11 +43,12 @@ class ClockedRank(Rank):
     own.
     """
 
-    def __init__(self, rank: int, world: World, seat: Seat, home: Self | None = None):
-        super().__init__(rank, world.mesh)
-        self.world, self.seat, self.seed, self.lines = world, seat, world.seed, world.lines
-        self.home: Self = home or self
-        seat.member = self
+    home: Self
+
+    def __init__(self, rank: int, world: World, turns: Turns, home: Self | None = None, thread: Thread | None = None):
+        Rank.__init__(self, rank, world.mesh)
+        Seat.__init__(self, turns, home, thread)
+        self.world, self.seed, self.lines = world, world.seed, world.lines
         self.waits_in: tuple[Site, Meeting] | str | None = None
         self.log = world.chronicle.log
         self.lane = self.log.lane(rank)
@@ -65,11 +66,10 @@ class ClockedRank(Rank):
         self._prepares = False
         self._sites: dict[tuple[Any, ...], Site] = {}
         is_modelled = world.cluster is not None and not world.is_timed
-        self._meter = Meter(self, self._computed if is_modelled else None)
         self.fuses_attention = world.fuses_attention
-        self._provenance = Provenance(
-            rank, self.labels, self._meter, self._number_of, world.values.left, world.is_timed
-        )
+        on_cost = self._computed if is_modelled else None
+        self.provenance = Provenance(self, self._number_of, world.values.left, on_cost, world.is_timed)
+        self._meter = self.provenance.meter
 
     def start_watching(self) -> None:
         """Called in the rank's thread before its program."""
@@ -80,8 +80,7 @@ class ClockedRank(Rank):
     def stop_watching(self) -> None:
         """Called in the rank's thread after its program."""
         self._stops()
-        if self._meter.is_open:
-            self._meter.close()
+        self._meter.close()
 
     def _computed(self, done: Cost) -> None:
         """Advance the modelled clock by one tensor operation."""
@@ -101,7 +100,7 @@ class ClockedRank(Rank):
     def _note(self, op: str, moment: int, x: Tensor, label: Label | None, **cost: int) -> None:
         """Record what has made x, and what x contains if it holds received data."""
         if label is not None and label.chunk >= 0:
-            values = self._provenance.values.of(x)
+            values = self.provenance.values.of(x)
             contents = {"chunk": label.chunk, "contributors": label.contributors, "values": values}
         else:
             contents = {}
@@ -186,25 +185,25 @@ class ClockedRank(Rank):
         """
         if is_there():
             return True
-        turns = self.seat.turns
+        turns = self.turns
         self._stops()
         self.waits_in = f"{what} at {self._line(self.world.lines.frame())}" if what else None
-        turns.watches.add(self.seat, is_there, seconds, patience, None if seconds is None else at(), gives_up)
-        turns.pass_on(self.seat)
+        turns.watches.add(self, is_there, seconds, patience, None if seconds is None else at(), gives_up)
+        turns.pass_on(self)
         self.waits_in = None
-        by = turns.watches.causes.pop(self.seat, None)
-        if by is not None and by is not self.seat and by.home is self.seat.home:
-            self._follow(by.member.log.add(by.member.lane, MARK, 0.0))
+        by = turns.watches.causes.pop(self, None)
+        if by is not None and by is not self and by.home is self.home:
+            self._follow(by.log.add(by.lane, MARK, 0.0))
         self._goes_on()
         return seconds is None or is_there()
 
     def give_way(self) -> None:
         """Let the seats that are ready go first."""
-        turns = self.seat.turns
+        turns = self.turns
         if turns.ready:
             self._stops()
-            turns.ready.append(self.seat)
-            turns.pass_on(self.seat)
+            turns.ready.append(self)
+            turns.pass_on(self)
             self._goes_on()
 
     def sleep(self, seconds: float, what: str) -> None:
@@ -227,8 +226,7 @@ class ClockedRank(Rank):
 
     def look(self) -> None:
         """Wake the ranks that wait for something that this rank has done."""
-        turns = self.seat.turns
-        turns.ready.extend(turns.watches.met(self.seat))
+        self.turns.ready.extend(self.turns.watches.met(self))
 
     @contextmanager
     def at_line(self) -> Iterator[None]:
@@ -269,8 +267,8 @@ class ClockedRank(Rank):
     @property
     def is_going(self) -> bool:
         """Whether it can record anything without another rank: it runs, and waits for none."""
-        seat, waits = self.seat, self.waits_in is not None and not self._asks_time
-        return seat.turns.is_running(seat) and not waits and not seat.is_at_end
+        waits = self.waits_in is not None and not self._asks_time
+        return self.turns.is_running(self) and not waits and not self.is_at_end
 
     # --- threads that its program starts ---------------------------------------------------------------------------
 
@@ -290,20 +288,19 @@ class ClockedRank(Rank):
 
     def beside(self, thread: Thread) -> Self:
         """This rank's object for `thread`, which its program is about to start."""
-        home = self.home
-        other = type(self)(self.rank, self.world, self.seat.turns.beside(home.seat, thread), home)
+        other = type(self)(self.rank, self.world, self.turns, self.home, thread)
         other.labels = self.labels
         other._follow(self.moment())
         other.began_at = self._line(self.world.lines.frame())
-        other._provenance.stop()
+        other.provenance.stop()
         return other
 
     def await_threads(self) -> None:
         """At the end of the program: wait for the threads that it has started, except daemons."""
-        turns, seat = self.seat.turns, self.seat
-        seat.is_at_end = True
-        self.wait_until(lambda: turns.is_over or all(other.is_daemon for other in turns.others_of(seat)), "")
-        seat.is_at_end = False
+        turns = self.turns
+        self.is_at_end = True
+        self.wait_until(lambda: turns.is_over or all(other.is_daemon for other in turns.others_of(self)), "")
+        self.is_at_end = False
 
     def _line(self, frame: FrameType) -> str:
         """The program's line. If none is on the stack: the line that has started this thread, or "a step of ..."."""

@@ -10,12 +10,11 @@ from typing import Any, TextIO, cast
 
 from tplab.cost.cluster import Cluster
 from tplab.errors import CollectiveMismatchError, DeadlockError, TplabError
-from tplab.mesh import Mesh
 from tplab.torch.ranks import results, texts
 from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.attention import KERNELS_OF_GPUS
 from tplab.torch.ranks.chronicle import Chronicle
-from tplab.torch.ranks.meeting import Group
+from tplab.torch.ranks.meeting import Group, Meeting
 from tplab.torch.ranks.printing import Kept, beneath, live_output
 from tplab.torch.ranks.process_state import More, Own, ProcessState
 from tplab.torch.ranks.rank import Lines, current_rank_or_none, enter
@@ -32,16 +31,12 @@ def run_on_simulated_ranks(
     mesh, world = job.mesh, World(job, cluster, is_timed=clock == "measured")
     state, around = ProcessState(job.device, more), current_rank_or_none()
     turns = Turns(
-        mesh.size,
         state,
-        stuck=lambda: deadlock(ranks, [seat.member for seat in turns.others if turns.is_running(seat)]),
-        named=lambda rank, error: named(
-            rank, error, turns.failure, mesh, world.lines, None if more is None else more.advice(error)
-        ),
-        told=lambda error: told(error, ranks, world.lines),
-        around=around.seat if isinstance(around, SimulatedRank) else None,
+        stuck=lambda: deadlock(ranks, [one for one in turns.others if turns.is_running(one)]),
+        told=lambda error, rank: told(error if rank is None else named(error, rank, world, more), ranks, world.lines),
+        around=around if isinstance(around, SimulatedRank) else None,
     )
-    ranks = [SimulatedRank(rank, world, seat) for rank, seat in enumerate(turns.seats)]
+    ranks = [SimulatedRank(rank, world, turns) for rank in mesh.ranks]
     ending = ExitStack()
 
     def owns(kernels: Own) -> list[Own]:
@@ -73,7 +68,8 @@ def run_on_simulated_ranks(
         if (error := unmet(world.groups.values())) is not None:
             raise error
     except TplabError as error:
-        chronicle.failed(f"{type(error).__name__}: {error}", [*not_received(world.groups.values())])
+        messages = [one for meeting in _open(world.groups.values()) for one in meeting.messages.values()]
+        chronicle.failed(f"{type(error).__name__}: {error}", lost=[number for *_, number, _ in messages])
         error.make_trace = lambda: chronicle.trace
         raise
     finally:
@@ -93,14 +89,10 @@ def _writer(world: World) -> int | None:
 # --- what went wrong, worked out from where each rank is --------------------------------------------------------------
 
 
-def named(
-    rank: int, error: BaseException, failure: BaseException | None, mesh: Mesh, lines: Lines, advice: str | None = None
-) -> BaseException:
-    """The error for what a rank raised, with the rank's number and `advice`. `failure` already names its ranks."""
-    if error is failure:
-        return error
-    said = "; ".join(filter(None, (str(error), advice)))
-    return texts.raised(rank, error, type(error).__name__, said, lines.of(error), mesh)
+def named(error: BaseException, rank: int, world: World, more: More | None) -> BaseException:
+    """The error for what a rank raised, with the rank's number and advice."""
+    said = "; ".join(filter(None, (str(error), None if more is None else more.advice(error))))
+    return texts.raised(rank, error, type(error).__name__, said, world.lines.of(error), world.mesh)
 
 
 def told(error: BaseException, ranks: Iterable[SimulatedRank], lines: Lines) -> BaseException:
@@ -119,7 +111,7 @@ def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, s
     """The ranks that wait in a collective while they handle an error: each rank, a sentence about both, the error."""
     caught: dict[int, Any] = sys._current_exceptions()
     for rank in ranks:
-        own = caught.get(rank.seat.thread.ident or 0) if rank.seat.thread else None
+        own = caught.get(rank.thread.ident or 0) if rank.thread else None
         own = own[1] if isinstance(own, tuple) else own  # Python 3.11 has (type, error, traceback)
         if own is None or rank.waits_in is None or (line := lines.of(own)) is None:
             continue
@@ -129,21 +121,16 @@ def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, s
 
 def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
     """The error for a collective that some of its group never reached, though all ranks have returned."""
-    for group in groups:
-        for meeting in group.open.values():
-            if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
-                continue  # daemon threads end with their process
-            rank, site = meeting.first
-            return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
+    for meeting in _open(groups):
+        if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
+            continue  # daemon threads end with their process
+        rank, site = meeting.first
+        return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
     return None
 
 
-def not_received(groups: Iterable[Group]) -> Iterator[int]:
-    """The numbers in the trace of the messages of a failed run that were not received."""
-    for group in groups:
-        for meeting in group.open.values():
-            for *_, number, _ in meeting.messages.values():
-                yield number
+def _open(groups: Iterable[Group]) -> Iterator[Meeting]:
+    return (meeting for group in groups for meeting in group.open.values())
 
 
 def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = ()) -> DeadlockError:
@@ -151,8 +138,8 @@ def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = (
     members = [*ranks, *others]
     doing = {rank.rank: _doing(rank) for rank in members if rank.home is rank}
     for rank in members:
-        if rank.home is not rank and rank.seat.thread is not None:
-            doing[rank.rank] += f"\n    its thread {rank.seat.thread.name!r} {_doing(rank)}"
+        if rank.home is not rank and rank.thread is not None:
+            doing[rank.rank] += f"\n    its thread {rank.thread.name!r} {_doing(rank)}"
     for rank in members:
         doing[rank.rank] += "".join(f"\n    {text}" for text in rank.raised)
     return texts.deadlock(doing, [rank.waits_in[0].call.op for rank in members if isinstance(rank.waits_in, tuple)])

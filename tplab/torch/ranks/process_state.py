@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple, Protocol, TextIO
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from tplab.mesh import Mesh
 
 Own = tuple[list[Tensor], torch.dtype, TextIO, Any]
 """What a rank keeps while it does not have the turn, and the kernel while ranks have it: the states of torch's default
@@ -19,75 +17,34 @@ generators, torch's default dtype, sys.stdout, and the further state of a distri
 each turn makes one."""
 
 
-class Generator(NamedTuple):
-    """The default generator of one device."""
-
-    get: Callable[[], Tensor]
-    set: Callable[[Tensor], object]
-    fresh: Callable[[int], Tensor]
-
-    def state(self, seed: int, rank: int) -> Tensor:
-        """The state that a rank starts with: it depends only on (seed, rank), and differs for every other pair."""
-        return self.fresh(int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0]))
-
-
-def generators(device: torch.device | None) -> list[Generator]:
+def generators(device: torch.device | None) -> list[torch.Generator]:
     """The default generators that a program on `device` draws from: the CPU's, and the GPU's where there is one."""
-    cpu = torch.default_generator
-    found = [Generator(cpu.get_state, cpu.set_state, lambda seed: torch.Generator().manual_seed(seed).get_state())]
-    if device is not None and device.type == "cuda":
-        torch.cuda.init()
-        gpu = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    if device is None or device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
-        def put(state: Tensor) -> None:
-            with suppress(RuntimeError):  # an assert in a kernel has broken the GPU: the next use raises that
-                gpu.set_state(state)
 
-        found.append(Generator(gpu.get_state, put, lambda seed: torch.Generator(device).manual_seed(seed).get_state()))
-    return found
+def first_state(generator: torch.Generator, seed: int, rank: int) -> Tensor:
+    """The state that a rank starts with: it depends only on (seed, rank), and differs for every other pair."""
+    number = int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint64)[0])
+    return torch.Generator(generator.device).manual_seed(number).get_state()
+
+
+def put_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        with suppress(RuntimeError):  # an assert in a kernel has broken the GPU: the next use raises that
+            generator.set_state(state)
 
 
 RUN_ID = "tplab, simulated"
 """TORCHELASTIC_RUN_ID in the environment of simulated ranks, which other threads see while a rank has its turn."""
 
 
-class More(Protocol):
-    """The further state of each rank in a distributed program: what it would find in a process of its own."""
-
-    @property
-    def ranks(self) -> Sequence[Any]:
-        """What each rank begins with."""
-        ...
-
-    def take(self) -> Any: ...
-
-    def put(self, process: Any) -> None: ...
-
-    def inside(self, member: Any) -> AbstractContextManager[None]:
-        """A context around the program of one rank, in its thread."""
-        ...
-
-    def map_cuda(self) -> None:
-        """Map every use of cuda in the program to the CPU."""
-        ...
-
-    @property
-    def mapped(self) -> str | None:
-        """What was mapped, as a sentence."""
-        ...
-
-    @property
-    def prints_live(self) -> bool:
-        """Whether what ranks print appears at once, not rank by rank at the end."""
-        ...
-
-    def named_mesh(self) -> tuple[Mesh, Mapping[str, str]] | None:
-        """The mesh that the program has made, and each group's label on it."""
-        ...
-
-    def advice(self, error: BaseException) -> str | None:
-        """Advice for a program in which a rank has raised `error`."""
-        ...
+More = Any
+"""The further state of each rank in a distributed program, which it would find in a process of its own:
+`distributed.process.Processes`."""
 
 
 class ProcessState:
@@ -96,14 +53,13 @@ class ProcessState:
     def __init__(self, device: torch.device | None, more: More | None = None):
         self._more = more
         self._generators = generators(device)
-        self._gets = [generator.get for generator in self._generators]
-        self._sets = [generator.set for generator in self._generators]
         self._is_one = len(self._generators) == 1  # as on a machine without a GPU; tested at every turn
+        self._get, self._set = torch.default_generator.get_state, torch.default_generator.set_state
 
     def take(self) -> Own:
         """The current state."""
         more = None if self._more is None else self._more.take()
-        draws = [self._gets[0]()] if self._is_one else [get() for get in self._gets]
+        draws = [self._get()] if self._is_one else [generator.get_state() for generator in self._generators]
         return draws, torch.get_default_dtype(), sys.stdout, more
 
     def put(self, own: Own) -> None:
@@ -111,14 +67,13 @@ class ProcessState:
         if self._more is not None:
             self._more.put(more)
         if self._is_one:
-            self._sets[0](draws[0])
+            self._set(draws[0])
         else:
-            for set_state, state in zip(self._sets, draws):
-                set_state(state)
+            put_states(self._generators, draws)
         if torch.get_default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
 
     def of_rank(self, seed: int, rank: int, kernels: Own, stdout: TextIO) -> Own:
         """What a rank begins with: its own random numbers, and everything else as in the kernel."""
         more = None if self._more is None else self._more.ranks[rank]
-        return [generator.state(seed, rank) for generator in self._generators], kernels[1], stdout, more
+        return [first_state(generator, seed, rank) for generator in self._generators], kernels[1], stdout, more

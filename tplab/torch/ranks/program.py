@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -35,6 +37,13 @@ def is_program(filename: str) -> bool:
             if rest.partition(os.sep)[0].removesuffix(".py") in names:
                 return False
     return True
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have led to it, from the innermost outwards."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def has_compiled_parts(filename: str, package: str) -> bool:

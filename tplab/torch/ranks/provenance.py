@@ -6,25 +6,24 @@ import dis
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from tplab.torch.private import graph_task
 from tplab.torch.ranks.labels import Labels
-from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.meter import Cost, Meter
+from tplab.torch.ranks.program import is_program, outwards
+from tplab.torch.ranks.rank import Rank
 from tplab.torch.ranks.values import Values
 from tplab.trace.label import UNKNOWN, Label
-
-if TYPE_CHECKING:
-    from tplab.torch.ranks.meter import Meter
 
 LABELS_UP_TO = 1024  # elements; a larger received tensor is no reason to follow every operation
 
 
 class Provenance:
-    """What rank `rank` knows about which ranks' data its tensors hold.
+    """What a rank knows about which ranks' data its tensors hold.
 
     The first tensor that it sends is a new chunk of its own, as is every later one that was not computed from received
     data. Received tensors have labels, which `meter` passes on to what is computed from them. The rank loses track
@@ -37,20 +36,20 @@ class Provenance:
 
     number_of   (tensor, the number of earlier chunks) -> the number of a new chunk
     keep        how many results computed from received data keep their values
+    on_cost     as for a `Meter`
     is_timed    whether operations are timed, so that following them would change the times
     """
 
     def __init__(
         self,
-        rank: int,
-        labels: Labels,
-        meter: Meter,
+        rank: Rank,
         number_of: Callable[[Tensor, int], int],
         keep: int,
+        on_cost: Callable[[Cost], None] | None = None,
         is_timed: bool = False,
     ):
-        self.rank, self.labels = rank, labels
-        self._meter, self._number_of, self._is_timed = meter, number_of, is_timed
+        self.rank, self.labels, self.meter = rank.rank, rank.labels, Meter(rank, on_cost)
+        self._number_of, self._is_timed = number_of, is_timed
         self._sent = Labels()  # a tensor that is sent again is the same chunk
         self._num_chunks = 0
         self.values = Values(keep)  # of tensors that were computed from received data
@@ -74,7 +73,7 @@ class Provenance:
         return self.labels.get(x)
 
     def _is_lost(self) -> bool:
-        if self._meter.num_left < 0:
+        if self.meter.num_left < 0:
             self.stop()
         return self.has_lost_track
 
@@ -99,19 +98,19 @@ class Provenance:
         """Label what arrived, and follow its data from here on."""
         if label is not None and (label != UNKNOWN or not self.has_lost_track):
             self.labels.set(x, label)
-        if self._is_lost() or self._meter.is_open:
+        if self._is_lost() or self.meter.is_open:
             return
         # inside a backward pass the meter cannot be opened: the end of that pass would silently close it
         if x.numel() <= LABELS_UP_TO and not self._is_timed and graph_task() == -1:
-            self._meter.open()
+            self.meter.open()
         else:
             self.has_lost_track = True
 
     def stop(self) -> None:
         """Stop following operations."""
         self.has_lost_track = True
-        if self._meter.on_cost is None:
-            self._meter.close()
+        if self.meter.on_cost is None:
+            self.meter.close()
 
 
 # --- the name of a tensor in the program that sends it ----------------------------------------------------------------
@@ -134,7 +133,8 @@ def name_in_program(x: Tensor) -> str:
     if memory is None:
         return ""
     first = given = ""
-    for frame in reversed(_frames()):
+    frames = [frame for frame in outwards(sys._getframe(1)) if is_program(frame.f_code.co_filename)]
+    for frame in reversed(frames):
         here = []
         for name, value in _tensors(frame):
             if _memory(value) != memory:
@@ -158,16 +158,6 @@ def _memory(x: Tensor) -> tuple[int, Any] | None:
         return x.untyped_storage().data_ptr(), x.dtype
     except (RuntimeError, NotImplementedError):  # torch.func wraps tensors that have no memory of their own
         return None
-
-
-def _frames() -> list[FrameType]:
-    """The functions of the program that are running, the innermost first."""
-    frames, frame = [], sys._getframe(1)
-    while frame is not None:
-        if is_program(frame.f_code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
 
 
 def _tensors(frame: FrameType) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -21,7 +21,7 @@ from tplab.lines import line_text
 from tplab.mesh import Axis, Mesh
 from tplab.torch.private import not_compiled
 from tplab.torch.ranks.labels import Labels
-from tplab.torch.ranks.program import OURS, is_program
+from tplab.torch.ranks.program import OURS, is_program, outwards
 from tplab.trace.journal import Doing
 from tplab.trace.label import Label
 
@@ -37,11 +37,12 @@ Made = TypeVar("Made")
 
 class Apart(tuple[int, ...]):
     """A group's ranks whose collectives are counted separately from those of other groups with the same ranks.
-    torch.distributed can have several such groups, under different names."""
+    torch.distributed can have several such groups, under different names; and the messages from one rank to another are
+    those of the group (source, target), whose name in tplab's own programs is "pair"."""
 
     name: str
 
-    def __new__(cls, ranks: Iterable[int], name: str) -> Apart:
+    def __new__(cls, ranks: Iterable[int], name: str = "pair") -> Apart:
         self = super().__new__(cls, ranks)
         self.name = name
         return self
@@ -54,14 +55,6 @@ class Apart(tuple[int, ...]):
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self)))
-
-
-class Pair(Apart):
-    """Two ranks, (source, target), of which the first sends to the second: their messages are counted separately, apart
-    from those in the other direction and from the collectives of a group with the same two ranks."""
-
-    def __new__(cls, ranks: Iterable[int]) -> Pair:
-        return super().__new__(cls, ranks, "pair")  # type: ignore[return-value]
 
 
 class Place(NamedTuple):
@@ -119,6 +112,15 @@ class Call:
 
     def __str__(self) -> str:
         return call_text(*self.key)
+
+
+def message(op: str, axis: Axis, place: Place, other: int, params: tuple[Any, ...] = (), name: str = "pair") -> Call:
+    """The send to, or the receive from, position `other` of a place. The k-th send between two ranks matches the k-th
+    receive under this `name`."""
+    here, there = place.group[place.index], place.group[other]
+    pair, peers = ((here, there), (there, None)) if op == "send" else ((there, here), (None, there))
+    between = Place(place.label, Apart(pair, name), int(op == "receive"))
+    return Call(op, axis, between, (other, *params), peers)
 
 
 def call_text(op: str, label: str, params: tuple[Any, ...]) -> str:
@@ -185,7 +187,7 @@ class Rank(ABC):
 
     seed: int = 0  # of the run: every rank can draw the same numbers from it
     lines: Lines
-    _provenance: Any  # what it knows about whose data its tensors hold
+    provenance: Any  # what it knows about whose data its tensors hold
     fuses_attention = False  # whether one kernel computes attention, as on a GPU
 
     def __init__(self, rank: int, mesh: Mesh):
@@ -234,18 +236,13 @@ class Rank(ABC):
         return found
 
     def message(self, op: str, axis: Axis, other: int, params: tuple[Any, ...] = ()) -> Call:
-        """The send to, or the receive from, the rank at position `other` of `axis`. The k-th send between two ranks
-        matches the k-th receive."""
+        """The send to, or the receive from, the rank at position `other` of `axis`."""
         if axis.__class__ is list:
             axis = tuple(axis)
         key = (op, axis, (other, *params))
         found = self._calls.get(key)
         if found is None:
-            place = self.place(axis)
-            here, there = self.rank, place.group[other]
-            pair, peers = (Pair((here, there)), (there, None)) if op == "send" else (Pair((there, here)), (None, there))
-            there_and_back = Place(place.label, pair, int(op == "receive"))
-            found = self._calls[key] = Call(op, axis, there_and_back, key[2], peers)
+            found = self._calls[key] = message(op, axis, self.place(axis), other, params)
         return found
 
     @contextmanager
@@ -290,7 +287,7 @@ class Rank(ABC):
 
     def starts_with(self, x: Tensor) -> None:
         """Treat `x`, which has not been sent yet, as a new chunk, whatever it was computed from."""
-        self._provenance.starts_with(x)
+        self.provenance.starts_with(x)
 
 
 _thread = threading.local()
@@ -344,14 +341,6 @@ def around(frame: FrameType) -> None:
     _thread.around = frame
 
 
-class _IsProgram(dict[str, bool]):
-    """Whether a file belongs to the program, and not to an installed package."""
-
-    def __missing__(self, filename: str) -> bool:
-        found = self[filename] = is_program(filename)
-        return found
-
-
 class Lines:
     """The running line of the user's program, as text: "cell 3, line 4" or "file.py:12".
 
@@ -359,7 +348,7 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        self._is_program = _IsProgram()
+        self._is_program = cache(is_program)  # of a file
         self._texts: dict[tuple[str, int], str] = {}
 
     def frame(self, above: int = 0) -> FrameType:
@@ -370,22 +359,23 @@ class Lines:
         is_program = self._is_program
         frame: FrameType | None = sys._getframe(1 + above)
         while frame is not None:
-            if is_program[frame.f_code.co_filename]:
+            if is_program(frame.f_code.co_filename):
                 return frame
             frame = frame.f_back
-        frame = getattr(_thread, "around", None)
-        while frame is not None and not is_program[frame.f_code.co_filename]:
-            frame = frame.f_back
-        if frame is not None:
+        if (frame := self.program_frame(getattr(_thread, "around", None))) is not None:
             return frame
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
         return frame
 
+    def program_frame(self, frame: FrameType | None) -> FrameType | None:
+        """The innermost frame of the program from `frame` outwards; None if there is none."""
+        return next(filter(self.is_program, outwards(frame)), None)
+
     def is_program(self, frame: FrameType) -> bool:
         """Whether a frame belongs to the program, and not to an installed package."""
-        return self._is_program[frame.f_code.co_filename]
+        return self._is_program(frame.f_code.co_filename)
 
     def here(self) -> str:
         """The line of the program's innermost frame."""
@@ -400,12 +390,8 @@ class Lines:
 
     def chain(self) -> list[tuple[CodeType, str]]:
         """The code and the line of each frame of the program, innermost first."""
-        found, frame = [], sys._getframe(1)
-        while frame is not None:
-            if self._is_program[frame.f_code.co_filename]:
-                found.append((frame.f_code, self.text(frame)))
-            frame = frame.f_back  # type: ignore[assignment]
-        return found
+        frames = filter(self.is_program, outwards(sys._getframe(1)))
+        return [(frame.f_code, self.text(frame)) for frame in frames]
 
     def text(self, frame: FrameType) -> str:
         """The line of a frame."""
@@ -421,7 +407,7 @@ class Lines:
         found, step = None, error.__traceback__
         while step is not None:
             filename = step.tb_frame.f_code.co_filename
-            if self._is_program[filename]:
+            if self._is_program(filename):
                 found = filename, step.tb_lineno
             step = step.tb_next
         return self._text(*found) if found else None

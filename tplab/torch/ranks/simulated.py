@@ -61,7 +61,7 @@ class SimulatedRank(ClockedRank):
         meeting = self._arrive(site)
         if call.peers is None:
             self.world.chronicle.overlaps = True
-            label = None if site.group.is_all else self._provenance.put_in(x)
+            label = None if site.group.is_all else self.provenance.put_in(x)
             self._put_in(site, kept(x), label, meeting)
         elif site.target is not None:
             self._send(site, x, meeting)
@@ -74,7 +74,7 @@ class SimulatedRank(ClockedRank):
         site = self._site(call, x)
         meeting = self._arrive(site)
         if call.peers is None:
-            label = None if site.group.is_all else self._provenance.put_in(x)
+            label = None if site.group.is_all else self.provenance.put_in(x)
             self._put_in(site, x if x.is_contiguous() else x.contiguous(), label, meeting)
             result = self._outcome(site, meeting, is_lent)
         else:
@@ -100,9 +100,9 @@ class SimulatedRank(ClockedRank):
 
     def _arrive(self, site: Site) -> Meeting:
         """Note this rank's arrival in the meeting of the group that this call belongs to. Returns the meeting."""
-        if self.seat.turns.failure is not None:
+        if self.turns.failure is not None:
             raise Released
-        if (watches := self.seat.turns.watches).naps:
+        if (watches := self.turns.watches).naps:
             watches.goes_on()
         group, index = site.group, site.index
         number = group.num_calls[index]
@@ -116,7 +116,7 @@ class SimulatedRank(ClockedRank):
         if len(meeting.sites) == group.size:
             del group.open[number]
             if site.call.op == "receive" and meeting.waiting:  # a sender may wait for this receive
-                self.seat.turns.ready.extend(meeting.waiting)
+                self.turns.ready.extend(meeting.waiting)
                 meeting.waiting.clear()
         return meeting
 
@@ -128,17 +128,17 @@ class SimulatedRank(ClockedRank):
             meeting.messages[target] = payload, None, self.labels.get(x) or UNKNOWN, -1, site
             return None
         entry = self.log.add(self.lane, SEND, site.log_form)
-        label, values = self._provenance.of(x), world.values.of(payload) if site.is_small else None
+        label, values = self.provenance.of(x), world.values.of(payload) if site.is_small else None
         number = world.chronicle.recorder.next_message()
         world.chronicle.recorder.note(
             site.form, entry, entry, num_bytes, number, 0, label.chunk, label.contributors, values
         )
         meeting.messages[target] = payload, entry, label, number, site
         if meeting.waiting:
-            for seat in [seat for seat in meeting.waiting if seat.number == target]:
+            for seat in [seat for seat in meeting.waiting if seat.rank == target]:
                 meeting.waiting.remove(seat)
-                self.seat.turns.ready.append(seat)
-        if self.seat.turns.watches.by_seat:
+                self.turns.ready.append(seat)
+        if self.turns.watches.by_seat:
             self.look()
         return entry
 
@@ -155,7 +155,7 @@ class SimulatedRank(ClockedRank):
         if len(meeting.inputs) < len(ranks):
             return
         if call.takes is not None and (error := unfit(meeting)) is not None:
-            self.seat.turns.fail(error)  # ends the run, even if the program goes on
+            self.turns.fail(error)  # ends the run, even if the program goes on
             raise error
         since = time.perf_counter()
         inputs = [meeting.inputs[index] for index in range(len(ranks))]
@@ -178,7 +178,7 @@ class SimulatedRank(ClockedRank):
             world.chronicle.recorder.note(
                 other.form, entry, entry, num_sent, number, 0, -1, label.contributors, values, label.part
             )
-        turns = self.seat.turns
+        turns = self.turns
         turns.core.has_met(since, len(ranks))
         turns.ready.extend(meeting.waiting)
         meeting.waiting.clear()
@@ -190,7 +190,7 @@ class SimulatedRank(ClockedRank):
         self._wait_on_clock(site, meeting.entries.get(site.index))
         result: Tensor = meeting.outputs.pop(site.index)  # type: ignore
         if not site.group.is_all and site.group.size > 1:
-            self._provenance.received(result, meeting.labels[site.index])
+            self.provenance.received(result, meeting.labels[site.index])
         return result if is_lent else settled(result)
 
     def _received(self, site: Site, meeting: Meeting, x: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ class SimulatedRank(ClockedRank):
         result, entry, label, number, sent = message
         if site.where != sent.where or site.phase != sent.phase:
             self.world.chronicle.recorder.taken(number, site.where, site.phase)
-        if label is not UNKNOWN or not self._provenance.has_lost_track:
-            self._provenance.received(result, label)
+        if label is not UNKNOWN or not self.provenance.has_lost_track:
+            self.provenance.received(result, label)
         self._wait_on_clock(site, entry)
         return result
 
@@ -215,9 +215,9 @@ class SimulatedRank(ClockedRank):
             self.log.add(self.lane, WAIT, entry, site.wait_form if self.home is self else -1)  # no other thread's waits
 
     def _wait(self, site: Site, meeting: Meeting) -> None:
-        meeting.waiting.append(self.seat)
+        meeting.waiting.append(self)
         self.waits_in = site, meeting
-        self.seat.turns.pass_on(self.seat)
+        self.turns.pass_on(self)
         self.waits_in = None
 
     # --- what torch.distributed needs besides collectives ----------------------------------------------------------
@@ -258,7 +258,7 @@ class SimulatedRank(ClockedRank):
         sides = [(rank, str(side)) for rank, side in (meeting.first, (self.rank, site))]
         error = mismatch(meeting.number, site.call.place.label, site.group.ranks, sides)
         self.waits_in = site, meeting
-        self.seat.turns.fail(error)
+        self.turns.fail(error)
         return error
 
 

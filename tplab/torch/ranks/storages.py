@@ -18,8 +18,7 @@ class Storages(Generic[Known]):
     """What is known about storages that exist. Finding those that have been freed takes no scan.
 
     get(storage)            what is known about it; None if nothing is
-    add(storage, known)     watch it from now on
-    change(storage, known)  replace what is known
+    add(storage, known)     watch it from now on, or replace what is known
     gone()                  what was known about those that have been freed since the last call, in that order
     rest()                  what is known about those that are left
 
@@ -38,9 +37,6 @@ class Storages(Generic[Known]):
         watch = _Watch(storage, self._freed.append)
         watch.place, watch.known = storage_id(storage), known
         self._watched[watch.place] = watch
-
-    def change(self, storage: torch.UntypedStorage, known: Known) -> None:
-        self._watched[storage_id(storage)].known = known
 
     def gone(self) -> Iterator[Known]:
         while self._freed:

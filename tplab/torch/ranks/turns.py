@@ -25,34 +25,29 @@ class Released(BaseException):
 
 
 class Seat:
-    """The place of one thread among those that take turns.
+    """One thread among those that take turns.
 
-    number     the rank whose program it runs
-    home       the seat of the rank's first thread; other seats are for threads that its program has started
+    rank       the number of the rank whose program it runs
+    home       the rank's first thread; others are threads that its program has started
     turn       a lock that is held until it is this thread's turn
     own        at `home`: the rank's own part of the process state when its turn comes
     gate       where Ctrl-C may end it
     begins     called when this thread's turn begins, if there is something to do
     is_at_end  whether its program has returned and it only waits for threads that the program has started
-    member     this thread's object for the rank
     """
 
-    __slots__ = (
-        "begins", "gate", "home", "is_at_end", "member", "number", "own", "result", "thread", "turn", "turns",
-    )  # fmt: skip
+    rank: int
 
-    def __init__(self, number: int, turns: Turns, home: Seat | None = None):
-        self.number, self.turns = number, turns
-        self.home = home or self
+    def __init__(self, turns: Turns, home: Any = None, thread: Thread | None = None):
+        self.turns, self.home, self.thread = turns, home or self, thread
         self.turn = Lock()
         self.turn.acquire()
         self.gate = Gate()
         self.begins: Callable[[], None] | None = None
         self.is_at_end = False
-        self.member: Any = None
         self.own: Own | None = None
-        self.thread: Thread | None = None
         self.result: Any = None
+        turns.join(self)
 
     @property
     def is_daemon(self) -> bool:
@@ -67,40 +62,36 @@ class Turns:
     each one when what it waits for has arrived. A thread that waits or returns passes its turn to the first. If there
     is none, there is a deadlock.
 
-    Threads that a rank's program starts take turns too, each on a seat of its own beside the rank's (`beside`). Once
-    all ranks have reached the end of their programs, threads that still wait are released.
+    Threads that a rank's program starts take turns too, and must run `live`. Once all ranks have reached the end of
+    their programs, threads that still wait are released.
 
     Of several runs in several threads, one has the floor, and its ranks take turns; it regularly lets the others have
     it. `around` is the seat of the rank that makes this run inside its program, during its turn.
 
-    num_ranks   how many ranks take turns
     state       the part of the process state that is swapped with the turn
     stuck       makes the error for a deadlock
-    named       makes the error for what a rank has raised
-    told        puts the errors that ranks are still handling before the error that the run fails with
+    told        (error, the rank whose program has raised it, or None) -> the error that the run fails with
     """
 
     def __init__(
         self,
-        num_ranks: int,
         state: ProcessState,
         stuck: Callable[[], BaseException],
-        named: Callable[[int, BaseException], BaseException],
-        told: Callable[[BaseException], BaseException],
+        told: Callable[[BaseException, int | None], BaseException],
         around: Seat | None,
     ):
-        self.seats = [Seat(number, self) for number in range(num_ranks)]
-        self.others: list[Seat] = []  # of threads that programs have started
-        self.ready: deque[Seat] = deque(self.seats)
-        self.watches = Watches[Seat]()
+        self.seats: list[Any] = []  # of the ranks
+        self.others: list[Any] = []  # of threads that programs have started
+        self.ready: deque[Seat] = deque()
+        self.watches = Watches()
         self.failure: BaseException | None = None
-        self._state, self._stuck, self._named, self._told, self._around = state, stuck, named, told, around
+        self._state, self._stuck, self._told, self._around = state, stuck, told, around
         self._kernels: Own | None = None
         self._ticket: Ticket = Ticket() if around is None else around.turns._ticket
         self.core = OneCore([])
         self._now: Seat | None = None  # the seat that has the turn
         self._began, self._silent_for = time.perf_counter(), LONG
-        self._running = set(self.seats)
+        self._running = set[Seat]()
         self.process = os.getpid()  # a forked process has a copy, in which no thread takes turns
         self._is_paused = self.is_over = False
         self._ending = Lock()
@@ -177,7 +168,7 @@ class Turns:
         for seat, program in zip(self.seats, programs, strict=True):
             context = contextvars.copy_context()
             seat.thread = Thread(
-                target=context.run, args=(self.live, seat, program), name=f"rank {seat.number}", daemon=True
+                target=context.run, args=(self.live, seat, program), name=f"rank {seat.rank}", daemon=True
             )
             try:
                 seat.thread.start()
@@ -186,7 +177,7 @@ class Turns:
                     raise
                 raise MeshError(
                     f"each of the {len(self.seats)} simulated ranks is a thread, and this machine would not start more "
-                    f"than {seat.number} of them; take a smaller mesh"
+                    f"than {seat.rank} of them; take a smaller mesh"
                 ) from None
         self.core = OneCore([seat.thread.native_id for seat in self.seats if seat.thread and seat.thread.native_id])
 
@@ -218,7 +209,7 @@ class Turns:
         self._silent_for = 2 * seconds
         if (frame := sys._current_frames().get(seat.thread.ident or 0)) is not None:
             turn = self.core.seconds() if len(self.seats) > 1 else 0.0
-            print(whereabouts(seconds, seat.number, frame, turn), file=sys.stderr)
+            print(whereabouts(seconds, seat.rank, frame, turn), file=sys.stderr)
 
     def _stop(self, interrupt: BaseException) -> None:
         """End every rank at the next line of Python that it reaches. Ranks inside a call that cannot be interrupted are
@@ -237,7 +228,7 @@ class Turns:
                     self._called.acquire(timeout=_POLL)
                 except BaseException:  # Ctrl-C or Released again
                     continue
-        behind = sorted({seat.number for seat in self._running})
+        behind = sorted({seat.rank for seat in self._running})
         if behind:
             interrupt.add_note(
                 f"left behind: {ranks_text(behind)}, inside a call that cannot be interrupted and ends by itself"
@@ -245,17 +236,12 @@ class Turns:
 
     # --- in a rank's thread --------------------------------------------------------------------------------------
 
-    def beside(self, home: Seat, thread: Thread) -> Seat:
-        """A seat for `thread`, which the running rank is about to start. The thread must run `live`."""
-        self.others = [
-            seat for seat in self.others if seat in self._running or (seat.thread and seat.thread.is_alive())
-        ]
-        seat = Seat(home.number, self, home)
-        seat.thread = thread
-        self.others.append(seat)
+    def join(self, seat: Seat) -> None:
+        """Let a new thread take turns."""
+        self.others = [one for one in self.others if one in self._running or one.thread.is_alive()]
+        (self.seats if seat.home is seat else self.others).append(seat)
         self._running.add(seat)
         self.ready.append(seat)
-        return seat
 
     def is_running(self, seat: Seat) -> bool:
         return seat in self._running
@@ -281,7 +267,7 @@ class Turns:
                     seat.result = program()
             except BaseException as error:
                 if not isinstance(error, Released):
-                    self.fail(self._named(seat.number, error))
+                    self.fail(error, seat.rank)
             _close(seat.gate)
         except Released:  # `_stop` may raise it at any line until the gate is closed, including these
             _close(seat.gate)
@@ -359,10 +345,11 @@ class Turns:
             if not self._running and self._called.locked():
                 self._called.release()
 
-    def fail(self, error: BaseException) -> None:
-        """Let the run fail with `error`. Only the first error counts, because others follow from it."""
+    def fail(self, error: BaseException, rank: int | None = None) -> None:
+        """Let the run fail with `error`, which the program of `rank` has raised, or ours. Only the first error counts,
+        because others follow from it."""
         if self.failure is None:
-            self.failure = self._told(error)
+            self.failure = self._told(error, rank)
 
 
 _POLL = 0.1  # s; an exception set by another thread reaches a thread only between two waits

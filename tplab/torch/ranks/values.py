@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,12 +40,7 @@ def values_of(x: Tensor) -> np.ndarray | None:
     return np.array(x.numpy())
 
 
-_dtype_names: dict[torch.dtype, str] = {}
-
-
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" for torch.float32."""
-    name = _dtype_names.get(dtype)
-    if name is None:
-        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
-    return name
+    return str(dtype).removeprefix("torch.")

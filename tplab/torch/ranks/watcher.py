@@ -171,16 +171,18 @@ def is_fake(kind: type) -> bool:
 
 # --- of the running thread -------------------------------------------------------------------------------------------
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.watcher = Watcher()
+
+
+_thread = _Thread()
 
 
 def watcher() -> Watcher:
     """The watcher of the running thread."""
-    try:
-        return _thread.watcher
-    except AttributeError:
-        _thread.watcher = Watcher()
-        return _thread.watcher
+    return _thread.watcher
 
 
 def listening(kind: type[Kind]) -> Kind | None:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from time import sleep  # a program's own may give its turn away
 from types import FrameType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from tplab.torch.ranks.program import is_program
+from tplab.torch.ranks.program import is_program, outwards
 
 OF_RANKS, OF_THREADS, OF_FILES, OF_OTHERS = 0.0, 0.5, 60.0, math.inf
 """What can end a wait, as the seconds for which it may still end when no thread that takes turns can go on: ranks
@@ -44,22 +44,11 @@ class Nap(NamedTuple):
     since: float
 
 
-class Waiting(Protocol):
-    """What watches need of a seat."""
-
-    number: int
-
-    @property
-    def home(self) -> Any: ...
-
-    @property
-    def is_daemon(self) -> bool: ...
+Seat = Any
+"""`turns.Seat`; only its `rank`, `home` and `is_daemon` matter here."""
 
 
-Seat = TypeVar("Seat", bound=Waiting)
-
-
-class Watches(Generic[Seat]):
+class Watches:
     """What each seat waits for. A seat whose wait ends is removed; `causes` has the seat whose turn it was then.
 
     by_seat     what they wait for
@@ -158,7 +147,7 @@ class Watches(Generic[Seat]):
         """Let the first seat that `gives_up` go on. Returns whether there is one."""
         found = [seat for seat, watch in self.by_seat.items() if watch.gives_up]
         if found:
-            self._given_up.add(min(found, key=lambda seat: seat.number))
+            self._given_up.add(min(found, key=lambda seat: seat.rank))
             self.goes_on()
         return bool(found)
 
@@ -166,11 +155,10 @@ class Watches(Generic[Seat]):
 def at() -> tuple[Any, ...]:
     """The running thread's position and values: a program that only looks whether something is there comes back to the
     same position with the same values, except for the time."""
-    frame, found = sys._getframe(1), list[Any]()
-    while frame is not None:
+    found = []
+    for frame in outwards(sys._getframe(1)):
         values = frame.f_locals.values() if is_program(frame.f_code.co_filename) else ()
         found.append((frame.f_code, frame.f_lasti, *map(_gist, list(values))))
-        frame = frame.f_back
     return tuple(found)
 
 
@@ -180,8 +168,7 @@ LONG = 30.0
 
 def whereabouts(seconds: float, rank: int, frame: FrameType | None, turn: float) -> str:
     """The report of a run that has taken so many seconds: the place of the rank with the turn, for `turn` seconds."""
-    while frame is not None and not is_program(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = next((one for one in outwards(frame) if is_program(one.f_code.co_filename)), None)
     where = f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "running"
     said = f"tplab: the run has taken {seconds:.0f} s so far; now rank {rank} is {where}"
     if turn < LONG:
@@ -201,7 +188,6 @@ def _gist(value: Any) -> Any:
 
 
 def _is_alive(outsider: Any) -> bool:
-    """Whether a thread or a process still runs."""
     return outsider.is_alive() if hasattr(outsider, "is_alive") else outsider.poll() is None
 
 

@@ -181,12 +181,8 @@ class _Lines(Lines):
     def frame(self) -> FrameType:
         if threading.current_thread() is threading.main_thread():
             return super().frame()
-        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-        while frame is not None:
-            if self._is_program[frame.f_code.co_filename]:
-                return frame
-            frame = frame.f_back
-        return super().frame()
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        return self.program_frame(main) or super().frame()
 
 
 def _run_of(store: Any) -> str:

@@ -28,9 +28,8 @@ from tplab.torch.training import checkpoint
 from tplab.torch.training.gpt_stages import load_whole, whole_of
 from tplab.torch.training.optimizer import Optimizer
 from tplab.training.checkpoint import beginning
-from tplab.training.progress import Clock, PlainLine, Progress, Show, Trained
+from tplab.training.progress import Clock, PlainLine, Progress, Show, Stop, Trained
 from tplab.training.recipe import Recipe, batch_axes, context_axis, data_axes, with_all_axes
-from tplab.training.stop import Stop
 
 
 def train(

@@ -20,6 +20,7 @@ from tplab.checking.source import statement
 from tplab.checking.steps import Frame, Step
 from tplab.torch.private import base_of, local_of, no_dispatch, phase, pytree
 from tplab.torch.ranks.meter import tensors_in, traits_of
+from tplab.torch.ranks.program import outwards
 from tplab.torch.ranks.rank import Call, Rank, this_rank
 from tplab.torch.ranks.storages import Storages
 from tplab.torch.ranks.watcher import Listener, is_fake, is_wrapper, watcher
@@ -324,11 +325,9 @@ class Follower(Listener):
 
     def _stack(self) -> tuple[Frame, ...]:
         """The running lines of the program, innermost first."""
-        frame, found = self._rank.lines.frame(), dict[FrameType, Frame]()
-        while frame is not None:
-            if self._rank.lines.is_program(frame):
-                found[frame] = frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back
+        lines = self._rank.lines
+        frames = filter(lines.is_program, outwards(lines.frame()))
+        found: dict[FrameType, Frame] = {frame: (frame.f_code.co_filename, frame.f_lineno) for frame in frames}
         for frame, line in self._lines.items():
             first, name = statement(*line)
             is_over = frame in found and statement(*found[frame])[0] != first and name in frame.f_locals

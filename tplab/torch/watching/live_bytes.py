@@ -84,13 +84,9 @@ class LiveBytes(Listener):
     def _measure(self, storage: torch.UntypedStorage) -> None:
         size, known = storage.nbytes(), self._storages.get(storage)
         num_bytes = size if type(size) is int else 0  # symbolic if a tensor is only traced
-        if known is None:
+        if known not in (num_bytes, _BEFORE):
             self._storages.add(storage, num_bytes)
-        elif known not in (num_bytes, _BEFORE):
-            self._storages.change(storage, num_bytes)
-        else:
-            return
-        self._now += num_bytes - (known or 0)
+            self._now += num_bytes - (known or 0)
 
     def _note(self) -> None:
         now = self.now()

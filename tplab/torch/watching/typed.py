@@ -113,7 +113,7 @@ def types_of(job: Job, logs: Sequence[Log], again: Sequence[Log], why_not: str =
 def _given(args: Sequence[Any], in_specs: Any, axes: Sequence[str]) -> list[OnAxes]:
     """The types of the tensors among the arguments, in order, as their specs say."""
     found: list[OnAxes] = []
-    for arg, entry in zip(args, entries_of(in_specs, len(args), "in_specs", "arguments"), strict=True):
+    for arg, entry in zip(args, entries_of(in_specs, len(args)), strict=True):
         for leaf, spec in zip(pytree.tree_leaves(arg), spread(entry, arg, "in_specs"), strict=True):
             count = len([*leaf.named_parameters()]) if isinstance(leaf, nn.Module) else 1
             if isinstance(leaf, nn.Module | Tensor | np.ndarray):

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 from tplab.comm import ROWS
 from tplab.errors import TraceError
 from tplab.mesh import Mesh, label_of, mesh_of_dims
-from tplab.trace.journal import Computed, Journal, Met, Said, Sent, Taken, trace_of
+from tplab.trace.journal import Journal, trace_of
 from tplab.trace.recorded.clocks import advances
 from tplab.trace.recorded.meetings import Meeting, meetings_of
 from tplab.trace.recorded.rank_file import ANY, RankFile, read
@@ -65,7 +66,8 @@ def merge(folder: str | Path, mesh: Mesh | None = None) -> Merged:
     offsets, doubt = _aligned(files, meetings)
     _leave_out_the_start(files, offsets)
     journals = _journals(files, meetings, mesh)
-    journals = [journal.shift(offset) for journal, offset in zip(journals, offsets, strict=True)]
+    for journal, offset in zip(journals, offsets, strict=True):
+        journal.behind = offset
     found = [*unfinished(files, meetings, mesh)]
     return Merged(trace_of(journals, mesh, files[0].about.title, found), doubt, found)
 
@@ -153,25 +155,24 @@ def _journals(files: Sequence[RankFile], meetings: Sequence[Meeting], mesh: Mesh
         journal.start, journal.end = file.about.start, file.stop
         labels = {name: label_of(ranks, mesh) for name, (_, ranks) in file.groups.items()}
         for wait in file.waits:
-            op = wait.operation.op
-            journal.waited.append((op, wait.start, wait.end, labels[wait.operation.group], wait.where))
+            about: dict[str, Any] = {"op": wait.operation.op, "axis": labels[wait.operation.group], "where": wait.where}
+            journal.note("wait", wait.start, wait.end, **about)
         times = [journal.start, *(time for wait in _apart(file) for time in wait), journal.end]
         for start, end in list(pairwise(times))[::2]:
-            journal.computed.append(Computed(start, end, None, -1))
+            journal.note("compute", start, end, op="compute")
         journals.append(journal)
     for meeting in meetings:
         name, ranks = meeting.name, meeting.members
         for rank, side in meeting.sides.items():
             journal, group = journals[rank], files[rank].groups[name][1]
             axis, end = label_of(group, mesh), side.end if side.end is not None else files[rank].stop
-            about = side.num_bytes, side.shape, side.dtype, meeting.step, side.where, side.phase, side.reduction
-            said = Said(ranks, meeting.number, side.op, axis, *about)
-            if not meeting.is_message:
-                journal.met.append(Met(side.begin, end, said))
-            elif rank == ranks[0]:
-                journal.sent.append(Sent(ranks[1], side.begin, said))
-            else:
-                journal.received[ranks[0], ranks, meeting.number] = Taken(end, side.where, side.phase)
+            about = {"op": side.op, "axis": axis, "bytes": side.num_bytes, "shape": side.shape, "dtype": side.dtype}
+            about |= {"step": meeting.step, "where": side.where, "phase": side.phase, "reduction": side.reduction}
+            kind = "collective"
+            if meeting.is_message:
+                about["peer"] = ranks[1] if rank == ranks[0] else ranks[0]
+                kind = "message" if rank == ranks[0] else "taken"
+            journal.note(kind, side.begin, end, key=(ranks, meeting.number), **about)
     return journals
 
 
