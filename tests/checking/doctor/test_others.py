@@ -265,6 +265,42 @@ OTHERS = (
         "orders_of_their_own", 2, ("samples",), "in DataLoader(", "each rank takes its part of an order of its own",
         (("7 + rank", "7"),),
     ),
+    Other(
+        "state_begins_anew", 2, ("loss",), "0.8 * state + z", "on rank 1, it is all zeros",
+        (("first(x.chunk(world, 1)[rank])", "first(x)"),
+         ("torch.stack(states, 1)", "torch.stack(states, 1).chunk(world, 1)[rank]")),
+    ),
+    Other(
+        "convolution_without_its_halo", 2, ("loss",), "F.pad(h, (2, 0))", "on rank 1, it is 0, 0, ",
+        (("first(x.chunk(world, 1)[rank])", "first(x)"),
+         ("conv(F.pad(h, (2, 0))).transpose(1, 2)", "conv(F.pad(h, (2, 0))).transpose(1, 2).chunk(world, 1)[rank]")),
+    ),
+    Other(
+        "padding_in_the_softmax", 2, ("loss",), "scores.exp().sum(1)", "it is 1 more than the reference's in 6 of 24",
+        (("scores.exp().sum(1)", "(scores.exp() * (own < 7)).sum(1)"),),
+    ),
+    Other(
+        "mean_of_exponentials", 2, ("evaluation",), "nll = -logp", "the mean of it over ranks is the reference's",
+        (("        value = nll.exp()\n        dist.all_reduce(value)\n",
+          "        dist.all_reduce(nll)\n        value = (nll / world).exp() * world\n"),),
+    ),
+    Other(
+        "search_by_own_loss", 2, ("parameters",), "(net(x) - y).square()", "the mean of it over ranks",
+        (("before, lr = loss.item(), 8.0",
+          "loss = loss.detach().clone()\n        dist.all_reduce(loss)\n        before, lr = loss.item() / world, 8.0"),
+         ("after = loss_of(x, y)",
+          "after = loss_of(x, y)\n            dist.all_reduce(after)\n            after /= world")),
+    ),
+    Other(
+        "values_of_sparse_gradients", 2, ("gradient",), "dist.all_reduce(x)", "16 of the 80 elements of a gradient",
+        (("sparse=True", "sparse=False"),),
+    ),
+    Other(
+        "bound_of_a_shard", 2, ("loss",), "scores.topk(", "the inputs of this line are right",
+        (("    return scores.topk(4 // world, -1)",
+          "    parts = [torch.empty_like(scores) for _ in range(world)]\n"
+          "    dist.all_gather(parts, scores.contiguous())\n    return torch.cat(parts, -1).topk(4, -1)"),),
+    ),
 )  # fmt: skip
 
 
@@ -290,6 +326,7 @@ def test_what_is_wrong_is_named_and_no_cause_is_guessed(row: Other):
     report = same_model(FOLDER / f"{row.script}.py", ranks=row.ranks)
     first = report.first
     assert report.exit_code == 1 and first is not None and first.what in row.what, str(report)
+    assert report.verdict == ("logs differ" if first.what == "evaluation" else "different"), str(report)
     text = (FOLDER / f"{row.script}.py").read_text().splitlines()
     assert row.line in text[int(first.where.rpartition(":")[2]) - 1], str(report)
     assert row.cause in first.cause and bool(first.cause) == bool(first.proof) == bool(row.cause), str(report)
