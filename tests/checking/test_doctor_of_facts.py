@@ -121,7 +121,7 @@ def test_parts_are_dealt_to_all_ranks():
     assert firsts((4, 3), 6) == [[0, 3] * 3, [0, 0, 0, 3, 3, 3]]
     assert firsts((2, 3), 4) == [[0, 12, 3, 15], [0, 3, 12, 15]]
     assert firsts((4, 6), 3) == [[0, 0, 0]]
-    assert firsts((3, 6), 2) == []  # three rows of four are no such part
+    assert firsts((3, 6), 2) == [[0, 18], [0, 6]]  # the last part is padded, or begins with a row of another
 
 
 def test_an_operation_that_not_all_ranks_have_is_no_other_rank_s():
