@@ -247,7 +247,7 @@ for ranks in (256, 512, 1024, 2048, 4096):
 # <details><summary>Answer</summary>
 #
 # With InfiniBand NDR, what a GPU needs hardly changes: you can use 4 million / 2,490 = 1,600 GPUs by the data sheet, and
-# 4 million / 1,470 = 2,700 by the forecast. On the playbook's network, each needs more, and the limit is about 600.
+# 4 million / 1,470 = 2,700 by the forecast. On the playbook's network it grows, and the limit is about 600.
 #
 # </details>
 #
@@ -265,14 +265,14 @@ for one in playbook():
     if one.model.name == "playbook-3b" and gpus == one.plan.ranks:
         fastest[gpus] = min(fastest.get(gpus, one), one, key=lambda r: r.seconds)
 
-def seconds(run, fabric):  # of a step
+def forecast_seconds(run, fabric):  # of a step
     on = cost.find("h100-measured", fabric)
     about = {"batch": run.batch, "sequence": run.sequence, "stack": run.stack}
     return forecast(run.model, run.plan, on, **about).seconds
 
 columns = [{gpus: run.seconds for gpus, run in fastest.items()}]
 for fabric in ("playbook", "infiniband-ndr"):
-    columns.append({gpus: seconds(run, fabric) for gpus, run in fastest.items()})
+    columns.append({k: forecast_seconds(run, fabric) for k, run in fastest.items()})
 print("nodes  measured  the playbook's network  InfiniBand NDR")
 for gpus in fastest:
     speeds = [100 * 8 * took[8] / (gpus * took[gpus]) for took in columns]

@@ -23,17 +23,17 @@ from tplab.widgets.score.score import COLLECTIVE, SEND, WAIT, score
 TRACES = {**ALL, "send over wait": send_over_wait}
 
 _CENTRES = """() => {
-  const lanes = window.lanes, box = lanes.box.getBoundingClientRect(), { score } = lanes;
-  return Array.from(score.rank, (_, row) => {
-    const [top, height] = lanes.at(row), left = lanes.x(score.start[row]), right = lanes.x(score.end[row]);
-    return [box.left + (left + right) / 2, box.top + top + height / 2, right - left];
+  const lanes = window.lanes, box = lanes.box.getBoundingClientRect(), { key, mark } = lanes.table;
+  return [...mark.keys()].filter((part) => key[mark[part]] >= 0 && lanes.isThere(part)).map((part) => {
+    const [left, top, width, height] = lanes.place(part);
+    return [key[mark[part]], box.left + left + width / 2, box.top + top + height / 2, width];
   });
 }"""
 
 
 _REACH_LANES = """
-const measure = Lanes.prototype.measure;
-Lanes.prototype.measure = function () { window.lanes = this; measure.call(this); };
+const listen = Lanes.prototype.listen;
+Lanes.prototype.listen = function () { window.lanes = this; listen.call(this); };
 """
 
 
@@ -52,7 +52,7 @@ def test_the_hint_over_every_bar_of_a_trace_is_about_that_bar(page: Page, name: 
     drawn, piece = drawn_lanes(page, show(trace)), score(trace)
     events = trace.events
     probed = 0
-    for row, (x, y, width) in enumerate(page.evaluate(_CENTRES)):
+    for row, x, y, width in page.evaluate(_CENTRES):
         kind, event = int(piece.bars["kind"][row]), events[int(piece.bars["row"][row])]
         if kind == WAIT or width < 6:
             continue
@@ -192,7 +192,7 @@ def test_the_hint_of_what_was_measured_says_by_whom(page: Page):
     drawn = drawn_lanes(page, timeline(recorder.trace(), measured={"step": 2.5}, by="a blog"))
     x, y = page.evaluate("""() => {
       const lanes = window.lanes, box = lanes.box.getBoundingClientRect();
-      return [box.left + lanes.x(1), box.top + lanes.measuredTop(0) + 7];
+      return [box.left + lanes.x(1), box.top + lanes.bottom - 10];
     }""")
     assert drawn.hint_at(x, y).split("\n") == ["step", "measured2.5 s", "bya blog", "whole trace2 s"]
     bars = {1: Bars([Row("1 rank", {"computing": 1.0}), Row("2 ranks", {"computing": 0.5}, measured=0.75)], "s")}

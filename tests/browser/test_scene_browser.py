@@ -41,7 +41,7 @@ export default { render };
 
 
 class Shown(Card):
-    _esm = script("wire", "shell", "canvas", "scene") + _RENDER
+    _esm = script("wire", "shell", "scene") + _RENDER
     _css = style()
     scene = traitlets.Bytes().tag(sync=True)
     step = traitlets.Float(0).tag(sync=True)

@@ -37,10 +37,7 @@ def overlays() -> list[Overlay]:
 def test_what_is_said_at_a_position_is_the_same_in_python_and_in_javascript(page: Page):
     page.goto("about:blank")
     names = "{ unpack, timeAt, overlaySay }"
-    code = (
-        script("units", "wire", "score", "shell", "bars", "canvas", "action", "lanes", "overlay")
-        + f"\nwindow.tpl = {names};"
-    )
+    code = script("timeline").replace("export default { render };", "") + f"\nwindow.tpl = {names};"
     page.add_script_tag(content=f"(() => {{ {code} }})();")
     for over in overlays():
         positions = [step / 3 for step in range(3 * over.num_steps + 1)]

@@ -9,9 +9,8 @@ from tplab import Mesh, P
 from tplab.checking.steps import reshaped
 from tplab.checking.types import Type
 from tplab.trace import Trace
+from tplab.widgets import timeline
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.score.payload import lanes
-from tplab.widgets.score.score import score
 
 RANKS = [2, 3, 4]
 X, A, B, BIAS = P(), P(None, "tp"), P("tp", None), P()
@@ -281,11 +280,10 @@ def test_the_trace_has_types_where_they_were_asked(fw):
         else ("all_gather", "tp: V(1) → I"),
     }
     assert Trace.from_json(out.trace.to_json()) == out.trace
-    header, columns = unpack(lanes(score(out.trace)))
-    assert "tp: P → V(1)" in [header["types"][code] for code in columns["type"]]
+    assert ["types", "tp: P → V(1)"] in unpack(timeline(out.trace).score)[0]["hints"]
     plain = fw.lab.run(program, mesh, *arrays(fw, *shapes), in_specs=specs).trace
     assert {event.types for event in plain.events} == {""}
-    assert "types" not in unpack(lanes(score(plain)))[0]
+    assert not any(text for what, text in unpack(timeline(plain).score)[0]["hints"] if what == "types")
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

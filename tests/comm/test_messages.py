@@ -10,7 +10,7 @@ import torch
 from tplab import Mesh
 from tplab.errors import CollectiveMismatchError, DeadlockError, MeshError, RankError
 from tplab.torch import all_reduce, axis_index, receive, run, send, start
-from tplab.torch.ranks.rank import Pair
+from tplab.torch.ranks.rank import Apart
 
 ON = pytest.mark.parametrize("on", ["simulated", "processes"])
 
@@ -139,6 +139,6 @@ def test_errors_in_words():
 
 def test_a_pair_is_another_group_than_its_two_ranks():
     plain = (0, 1)
-    assert Pair(plain) != plain and plain != Pair(plain)
-    assert Pair((0, 1)) == Pair((0, 1)) != Pair((1, 0))
-    assert len({(0, 1), Pair((0, 1)), Pair((1, 0))}) == 3
+    assert Apart(plain) != plain and plain != Apart(plain)
+    assert Apart((0, 1)) == Apart((0, 1)) != Apart((1, 0))
+    assert len({(0, 1), Apart((0, 1)), Apart((1, 0))}) == 3

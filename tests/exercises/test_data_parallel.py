@@ -57,6 +57,9 @@ WRONG = {
     ),
     "leaves torch's global generator in another state": seeded,
     "its loss has no graph: it is detached, or made": lambda logits, targets: RIGHT[0](logits, targets).detach(),
+    "No gradient reaches the logits": lambda logits, targets: torch.tensor(
+        RIGHT[0](logits, targets).item(), requires_grad=True
+    ),
     "A rank without targets needs gradients of 0 too": lambda logits, targets: (
         RIGHT[0](logits, targets) if count(targets) else RIGHT[0](logits, targets).new_zeros(())
     ),
@@ -135,6 +138,25 @@ def keeps_the_first(model):
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(leave)
     return finish
+
+
+def clears_at_once(model):
+    def clear(p):
+        p.grad.zero_()
+
+    finish = by_hooks(model)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(clear)
+    return finish
+
+
+def scales_first(model):
+    def scale(p):
+        p.grad.div_(axis_size("dp"))
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(scale)
+    return by_hooks(model, op="sum")
 
 
 def late(model):
@@ -286,7 +308,7 @@ def steps_too(model):
     return finish_and_step
 
 
-@pytest.mark.parametrize("fn", [by_hooks, with_the_same_start])
+@pytest.mark.parametrize("fn", [by_hooks, with_the_same_start, scales_first])
 def test_right_replicas(fn):
     verdict = check_replicas(fn)
     assert verdict.passed, verdict
@@ -311,7 +333,8 @@ def test_right_replicas(fn):
         (in_reverse, "p.grad has the mean of another parameter's gradients"),
         (adds_the_mean, "the mean is added to the rank's own gradient"),
         (seeds, "leaves torch's global generator in another state"),
-        (steps_too, "it changes 0.weight in place"),
+        (clears_at_once, "a tensor is written while its all_reduce is under way"),
+        (steps_too, "it changes 0.weight in place, but a step is the optimizer's task"),
         (lambda model: model.zero_grad, "it leaves no gradient: p.grad is None"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),
         (lambda model: lambda: [p.grad.zero_() for p in model.parameters()], "the gradients are not the means over"),

@@ -67,6 +67,10 @@ def on_rank_0(hidden, b, bias):
         (on_rank_0, "only one rank adds it"),
         (lambda hidden, b, bias: reduce_from(hidden @ b, "tp") + copy_to(bias, "tp"), "This is R times too large"),
         (lambda hidden, b, bias: reduce_from(copy_to(hidden, "tp") @ b, "tp") + bias, "pieces of this gradient are"),
+        (  # raises on three ranks
+            lambda hidden, b, bias: tt.all_gather(tt.reduce_scatter(hidden @ b, "tp", -1), "tp", -1) + bias,
+            "This is R times too large",
+        ),
         (
             lambda hidden, b, bias: reduce_from(hidden @ b, "tp") / axis_size("tp") + bias,
             "the mean of the ranks' terms",
@@ -74,7 +78,18 @@ def on_rank_0(hidden, b, bias):
         (lambda hidden, b, bias: reduce_from(hidden @ b + bias, "tp") + bias, "added once more after it"),
         (lambda hidden, b, bias: reduce_from(hidden @ b, "tp") - bias, "entries are off"),
     ],
-    ids=["no bias", "no sum", "divided", "rank 0", "f of the bias", "f of hidden", "mean", "twice", "sign"],
+    ids=[
+        "no bias",
+        "no sum",
+        "divided",
+        "rank 0",
+        "f of the bias",
+        "f of hidden",
+        "two halves",
+        "mean",
+        "twice",
+        "sign",
+    ],
 )
 def test_what_is_wrong_with_a_bias_is_told(fn: Callable[..., Any], hint: str):
     expect(check_down(fn), False, hint)

@@ -36,7 +36,7 @@ LARGE = {"ranks": 8, "microbatches": 32, "memory_limit": 6.0}
 CSV = "0F0,0F1,,,,0B0,0B1\n,1F0,1B0,1F1,1B1,,\n"
 BY_HAND = [
     {"move": [0, 4, 3]}, {"move": [0, 1, 9]}, {"paste": CSV}, {"move": [0, 3, 2]}, {"undo": True}, {"paste": "0F0"},
-    {"export": "csv"}, {"export": "svg"}, {"export": "perfetto"}, {"reset": True},
+    {"export": "csv"}, {"export": "svg", "colour": "stage"}, {"export": "perfetto"}, {"reset": True},
 ]  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_all_rules_answer_as_the_widget_does(unpacked: Path):
     settings += [{**FIRST, "rule": rule, **LARGE} for rule in ("one_f_one_b", "chimera", "v_half", AUTO)]
     settings += [{**FIRST, "rule": rule, "task": "same-memory"} for rule in ("one_f_one_b", "zb_v")]
     settings += [{**FIRST, "rule": "dualpipe", "ranks": 3}]  # which does not fit
-    questions = [{"settings": one, "message": {"settings": True}, "colour": "kind"} for one in settings]
+    questions = [{"settings": one, "message": {"settings": True}} for one in settings]
     found = like_a_browser(unpacked, questions)["answers"]
     lab, notices = pipeline_lab(), []
     for one, (said, board) in zip(settings, found, strict=True):
@@ -78,8 +78,7 @@ def test_what_is_done_by_hand_is_the_same(unpacked: Path):
     lab.send = sent.append  # type: ignore[method-assign]
     expected, questions = [], []
     for message in BY_HAND:
-        questions.append({"settings": dict(lab.settings), "message": message, "colour": "stage"})
-        lab.colour = "stage"
+        questions.append({"settings": dict(lab.settings), "message": message})
         lab._on_message(lab, message, [])
         expected.append(({"notice": lab.notice, "num_edits": lab.num_edits, "settings": lab.settings}, lab.board))
     found = like_a_browser(unpacked, questions)["answers"]
@@ -93,8 +92,8 @@ def test_what_is_done_by_hand_is_the_same(unpacked: Path):
 
 
 def test_a_question_that_changes_no_schedule_leaves_what_the_page_has():
-    questions = [{"settings": FIRST, "message": message, "colour": "kind"} for message in ({"export": "csv"}, {})]
-    questions.append({"settings": {**FIRST, "task": "same-memory"}, "message": {}, "colour": "kind"})
+    questions = [{"settings": FIRST, "message": message} for message in ({"export": "csv"}, {})]
+    questions.append({"settings": {**FIRST, "task": "same-memory"}, "message": {}})
     bench = Pipelines(FIRST)
     assert [bench.reply(json.dumps(question))[1] for question in questions] == [b"", b"", b""]
 

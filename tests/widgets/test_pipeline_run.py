@@ -20,10 +20,10 @@ from tplab.widgets import animate, timeline
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import GRADIENT, KINDS, WORK, mix, token
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.score import still, words
+from tplab.widgets.score import lanes, words
 from tplab.widgets.score.layout import columns, layout
 from tplab.widgets.score.payload import of_animation, of_timeline
-from tplab.widgets.score.score import COMPUTE, SEND, score
+from tplab.widgets.score.score import COMPUTE, SEND, Score, score
 
 
 def executed(ranks: int = 3, microbatches: int = 5) -> Trace:
@@ -117,27 +117,35 @@ def test_legends_name_the_actions_that_ran(name: str):
 
 def test_both_of_a_pair_are_drawn(monkeypatch: pytest.MonkeyPatch):
     drawn = []
-    monkeypatch.setattr(still, "draw_action", lambda pen, kind, name, *_: drawn.append(("FBIW"[kind], name)))
+    monkeypatch.setattr(lanes, "draw_action", lambda sheet, kind, name, *_: drawn.append(("FBIW"[kind], name)))
     trace = simulate(dualpipe(2, 4), Costs()).trace
-    timeline(trace).picture()
+    lanes.draw(score(trace), 700)
     ops = [name for event in trace.select(kind="compute").events for name in event.op.split("+")]
     assert sorted(drawn) == sorted((name[0], name) for name in ops)
+
+
+def tints_of(piece: Score) -> dict[int, str]:
+    """The colour of each bar's outline on its timeline, as it is sent."""
+    header, columns = unpack(timeline(piece.trace).score)
+    looks, key = header["tables"][0]["looks"], columns["key0"]
+    parts = zip(columns["mark0"].tolist(), columns["look0"].tolist())
+    return {int(key[mark]): looks[look]["edge"] for mark, look in parts if mark >= 0 and "edge" in looks[look]}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_on_a_page_a_message_has_the_colour_of_its_legend(name: str):
     piece = score(RUNS[name]())
-    header, columns = unpack(timeline(piece.trace).score)
-    for row in np.flatnonzero(piece.bars["kind"] == SEND).tolist():
-        assert header["tints"][columns["tint"][row]] == token((WORK, KINDS["F"], GRADIENT)[piece.bars["flow"][row]])
+    tints = tints_of(piece)
+    for row in np.flatnonzero((piece.bars["kind"] == SEND) & (piece.bars["end"] > piece.bars["start"])).tolist():
+        assert tints[row] == token((WORK, KINDS["F"], GRADIENT)[piece.bars["flow"][row]])
 
 
 def test_other_work_has_the_colour_of_its_legend():
     """On a modelled clock, too, where it is known what kind of work it is."""
     piece = score(modelled(Mesh(pp=2, dp=1, tp=1), find("h100")))
-    header, columns = unpack(timeline(piece.trace).score)
+    tints = tints_of(piece)
     other = np.flatnonzero((piece.bars["kind"] == COMPUTE) & (piece.actions < 0))
-    assert len(other) and {header["tints"][tint] for tint in columns["tint"][other].tolist()} == {token(WORK)}
+    assert len(other) and {tints[row] for row in other.tolist() if row in tints} == {token(WORK)}
     keys = {key.text: (key.fill, key.edge) for key in of_timeline(piece, Durations())}
     assert keys["other work"] == (mix(WORK, 0.55), WORK) and keys["other messages"] == (mix(WORK, 0.24), WORK)
 

@@ -31,8 +31,7 @@ from tplab.trace import Recorder
 from tplab.widgets import timeline
 from tplab.widgets.paper.frame import MAX_STEPS
 from tplab.widgets.paper.wire import unpack
-from tplab.widgets.schedule.overlay import about, facts, now, overlay, say
-from tplab.widgets.schedule.still_overlay import picture
+from tplab.widgets.schedule.overlay import about, facts, now, overlay, picture, say
 
 COSTS = Costs(1.0, 1.0, 0.5, transfer=0.25)
 BEGIN = 2.0  # of the first batch in the traces below
@@ -132,7 +131,7 @@ def test_the_browser_has_what_is_said_at_any_time(rule: str):
     assert stops[0] == 0 and len(stops) == len(header["said"])
     for position in np.linspace(0, over.num_steps, 3 * over.num_steps + 1).tolist():
         moment = now(over, position)
-        stop = np.flatnonzero(stops <= moment.time + 1e-9 * over.times[-1])[-1]  # as in static/overlay.js
+        stop = np.flatnonzero(stops <= moment.time + 1e-9 * over.times[-1])[-1]  # as in static/timeline.js
         assert tuple(header["said"][stop]) == say(over, moment)[1:]
 
 
@@ -195,10 +194,16 @@ def test_what_is_sent_to_the_browser():
     assert header["about"] == about(over)
     assert header["badge"] == "modelled · unit times"
     assert [tuple(fact) for fact in header["facts"]] == facts(over)
-    assert np.array_equal(columns["start"], 1.5 * PREDICTED.start)
-    assert np.array_equal(columns["due_end"], PREDICTED.end)
+    keys = [-1 if mark < 0 else int(columns["key0"][mark]) for mark in columns["mark0"]]
+    spans = [
+        (key, x, x + w) for key, mark, x, w in zip(keys, columns["mark0"], columns["x0"], columns["w0"]) if mark >= 0
+    ]
+    ran, due = ([span for span in spans if span[0] >= 0][first::2] for first in (0, 1))
+    assert ran == [*zip(range(8), 1.5 * PREDICTED.start, 1.5 * PREDICTED.end)]
+    assert due == [*zip(range(8), PREDICTED.start, PREDICTED.end)]
     # What rank 1 does after its last action, while the batch goes on; what is before the batch is no part of it.
-    assert list(zip(columns["other_rank"], columns["other_start"], columns["other_end"])) == [(1, 9.375, 9.875)]
+    assert [span for span in spans if span[0] < 0] == [(-1, 9.375, 9.875)]
+    assert ["", "rank 1: mean, no action of the schedule"] in header["hints"]
     assert timeline(trace, PREDICTED).num_steps == len(header["times"]) - 1
 
 
@@ -207,7 +212,7 @@ def test_without_a_prediction_nothing_is_different():
     widget = timeline(trace)
     assert widget.comparison is None
     assert repr(widget).startswith("Timeline of step on Mesh(pp=2): 1 step, nothing is sent")
-    assert "overlay" not in unpack(widget.score)[0]
+    assert "said" not in unpack(widget.score)[0]
 
 
 # --- which trace, which batch, which ranks ---------------------------------------------------------------------------
@@ -244,7 +249,8 @@ def test_an_axis_of_a_larger_mesh():
     assert over.comparison.ranks == (0, 2)
     assert say(over, now(over, 0))[1] == "rank 0 runs F0, as predicted"
     assert "rank 2" in say(over, now(over, 1))[1]
-    assert unpack(timeline(executed(PREDICTED, mesh), PREDICTED).score)[0]["names"] == [0, 2]
+    texts = unpack(timeline(executed(PREDICTED, mesh), PREDICTED).score)[0]["tables"][0]["texts"]
+    assert texts[0] == "rank 0" and "rank 2" in texts and "rank 1" not in texts
 
 
 def test_optimizer_steps_of_the_prediction_are_left_aside():

@@ -241,7 +241,7 @@ def test_a_script_keeps_every_line_of_code():
 
 def test_a_script_begins_with_what_it_imports_each_once():
     code = script("timeline")
-    assert code.index("class Lanes ") < code.index("class OverlayLanes ") and code.count("class Lanes ") == 1
+    assert code.index("class Scene ") < code.index("class Lanes ") and code.count("class Scene ") == 1
     assert code == script("shell", "timeline") and code.count("export") == 1
 
 

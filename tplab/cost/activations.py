@@ -85,36 +85,30 @@ def activation_tensors(
     token = sequence * batch * width
     heads = sequence * batch * (width // num_heads if head_width is None else head_width)
     square = num_heads * sequence * sequence * batch
-    features = 4 * token if hidden is None else sequence * batch * hidden
     outside = num_ranks if sequence_parallel else 1
     entered = 1 if gathered else outside
-
-    def kept(elements: int, itemsize: int, ranks: int) -> float:
-        total = elements * itemsize
-        return total / ranks if total % ranks else total // ranks
-
-    found = {"input of norm 1": kept(token, itemsize, outside)}
-    found["input of query, key, value"] = kept(token, itemsize, entered)
-    found["query"] = kept(heads * num_heads, itemsize, num_ranks)
-    for name in ("key", "value"):
-        found[name] = kept(heads * (num_heads if kv_heads is None else kv_heads), itemsize, num_ranks)
-    if scores:
-        found["scores after softmax"] = kept(square, itemsize, num_ranks)
-        if dropout:
-            found["mask of the scores"] = kept(square, 1, num_ranks)
-            found["scores after dropout"] = kept(square, itemsize, num_ranks)
-    found["input of the output projection"] = kept(heads * num_heads, itemsize, num_ranks)
-    if dropout:
-        found["mask after attention"] = kept(token, 1, outside)
-    found["input of norm 2"] = kept(token, itemsize, outside)
-    found["input of up"] = kept(token, itemsize, entered)
-    if gated:
-        found["gate"] = kept(features, itemsize, num_ranks)
-    found["up" if gated else "input of gelu"] = kept(features, itemsize, num_ranks)
-    found["input of down"] = kept(features, itemsize, num_ranks)
-    if dropout:
-        found["mask after the MLP"] = kept(token, 1, outside)
-    return found
+    features = 4 * token if hidden is None else sequence * batch * hidden
+    keys = heads * (num_heads if kv_heads is None else kv_heads)
+    every = (  # name, elements, bytes of each, over how many ranks they are divided, whether they are kept
+        ("input of norm 1", token, itemsize, outside, True),
+        ("input of query, key, value", token, itemsize, entered, True),
+        ("query", heads * num_heads, itemsize, num_ranks, True),
+        ("key", keys, itemsize, num_ranks, True),
+        ("value", keys, itemsize, num_ranks, True),
+        ("scores after softmax", square, itemsize, num_ranks, scores),
+        ("mask of the scores", square, 1, num_ranks, scores and dropout),
+        ("scores after dropout", square, itemsize, num_ranks, scores and dropout),
+        ("input of the output projection", heads * num_heads, itemsize, num_ranks, True),
+        ("mask after attention", token, 1, outside, dropout),
+        ("input of norm 2", token, itemsize, outside, True),
+        ("input of up", token, itemsize, entered, True),
+        ("gate", features, itemsize, num_ranks, gated),
+        ("up" if gated else "input of gelu", features, itemsize, num_ranks, True),
+        ("input of down", features, itemsize, num_ranks, True),
+        ("mask after the MLP", token, 1, outside, dropout),
+    )
+    kept = {name: (elements * size, ranks) for name, elements, size, ranks, is_kept in every if is_kept}
+    return {name: total / ranks if total % ranks else total // ranks for name, (total, ranks) in kept.items()}
 
 
 def activation_bytes(

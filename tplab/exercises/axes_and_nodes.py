@@ -74,6 +74,7 @@ SIZES = (
     (2**16, 8192, 28_672, 64),
     (24, 8, 8, 4),  # the mesh whose two terms are most similar sends a third more
     (122_880, 4096, 16_384, 16),  # the best tp would be 1.46: 1 is nearer, and 2 sends less
+    (2176, 4096, 16_384, 16),  # the same of dp
     (10, 10, 10, 1),
 )
 """(batch, width, hidden, ranks) of the cases."""

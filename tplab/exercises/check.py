@@ -186,7 +186,7 @@ def _wrong(
                 by = f"{entries}: {'the first' if count > 1 else 'it'} is {one}, and should be {other}."
             key = result.removeprefix("d")
             if result != key and key in exercise.gradients and not any(one[result].any() for one in found):
-                by = f"All of it is zero, as if {key} were detached, or used twice so that both cancel."
+                by = f"All of it is zero, as if {key} were detached, or as if two uses of it cancelled."
             panels = beside(f"yours, {result}", got[rank], want[rank], off[rank], apart=True)
             return f": {result} is not right yet on rank {rank} of {mesh}.", by, panels, result
     return None
@@ -201,8 +201,7 @@ def _slack(exercise: Exercise, framework: Framework, want: Sequence[np.ndarray])
 def _hint(fn: Callable[..., Any], exercise: Exercise, framework: Framework, result: str, first: int) -> str:
     """The hint of the first mistake that explains a result on every rank of mesh number `first` and of all others.
 
-    A mesh of one rank counts only if it is the first, since many mistakes need two ranks. A mistake explains a mesh on
-    which the learner's function raises if it gives no numbers of the right shape either.
+    A mesh of one rank counts only if it is the first: many mistakes need two. One on which `fn` raises does not count.
     """
     known = exercise.known(result)
     for axes in dict.fromkeys([*((axis,) for axis in exercise.axes), exercise.axes]):
@@ -218,7 +217,7 @@ def _hint(fn: Callable[..., Any], exercise: Exercise, framework: Framework, resu
             try:
                 found = next(trial.found for trial in runs if result in trial.found[0])
             except Exception:
-                found = [{result: np.empty(0)} for _ in mesh.ranks]
+                continue
             seen = exercise.seen(result, tensors, mesh)
             want = [one.want for one in seen]
             slack, got = _slack(exercise, framework, want), [results[result] for results in found]

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from torch.autograd.graph import saved_tensors_hooks
 
 
+ARGUMENT = "which its caller may still need.\nCompute with a new tensor, such as a clone."
+PARAMETER = "but a step is the optimizer's task.\nWrite the gradients only."
+
+
 class Untouched:
     """Remembers tensors of torch and global state, to report later what has changed. The state is the generators of
     torch, NumPy and Python, torch's default dtype, and whether gradients are enabled.
@@ -24,9 +28,13 @@ class Untouched:
     arguments    name -> tensor; other objects are ignored
     generators   whether to compare the generators
     gradients    whether to look for new gradients in the arguments' `.grad`
+    instead      why an argument must not change, and what to do instead
     """
 
-    def __init__(self, arguments: Mapping[str, Any], generators: bool = True, gradients: bool = False):
+    def __init__(
+        self, arguments: Mapping[str, Any], generators: bool = True, gradients: bool = False, instead: str = ARGUMENT
+    ):
+        self._instead = instead
         self._arguments = {name: one for name, one in arguments.items() if hasattr(one, "requires_grad")}
         self._before = {name: one.detach().clone() for name, one in self._arguments.items()}
         self._shared = {what: one[0]() for what, one in _shared().items() if generators or what not in GENERATORS}
@@ -37,10 +45,7 @@ class Untouched:
         changed = [what for what in self._shared if self._put_back(what)]
         for name, before in self._before.items():
             if not self._arguments[name].detach().nan_to_num().equal(before.nan_to_num()):
-                return (
-                    f"it changes {name} in place, which its caller may still need.\n"
-                    "Compute with a new tensor, such as a clone."
-                )
+                return f"it changes {name} in place, {self._instead}"
         for name in self._without:
             if _gradient(self._arguments[name]) is not None:
                 return (

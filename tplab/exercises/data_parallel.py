@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.damage import Untouched
+from tplab.exercises.damage import PARAMETER, Untouched
 from tplab.exercises.drawn import Timed
 from tplab.exercises.verdict import (
     Refused,
@@ -136,6 +136,7 @@ def _known(counted: np.ndarray) -> dict[str, np.ndarray]:
         "which number of tokens per rank belongs to that?": 1 / num_ranks,
         "This is the sum of the losses. What must it be divided by?": total / num_ranks,
         "The tokens that are ignored are counted in the denominator.": total / counted.size,
+        "No gradient reaches the logits: is the loss made anew, from a number?": 0,
     }
     return {text: np.where(counted, weight, 0.0) for text, weight in known.items()}
 
@@ -157,7 +158,12 @@ def check_replicas(my_replicas: Replicas) -> Verdict:
     """
     for num_ranks in (2, 3, 1):
         _average(my_replicas, num_ranks)
-    (few, sent), (many, sent_later) = (_left_over(my_replicas, steps) for steps in (3, 9))
+    (few, sent, races), (many, sent_later, _) = (_left_over(my_replicas, steps) for steps in (3, 9))
+    if races:
+        but(
+            "a tensor is written while its all_reduce is under way. On a cluster, either the old numbers are sent or "
+            "the new ones.\nLeave it alone until `wait`, or send a copy of it."
+        )
     if many > few:
         but(
             f"after 3 steps it keeps {few:,} bytes, and after 9 steps {many:,}.\nWhat has arrived should be forgotten: "
@@ -226,7 +232,7 @@ def _average(my_replicas: Replicas, num_ranks: int) -> None:
             parameter.copy_(torch.tensor(random.normal(size=tuple(parameter.shape))))
 
     def program(model: Any, xs: Any) -> list[list[Any]]:
-        before = Untouched(dict(model.named_parameters()))
+        before = Untouched(dict(model.named_parameters()), instead=PARAMETER)
         finish, found = my_replicas(model), []
         if not callable(finish):
             raise TypeError(f"it returned {finish!r}; return the function that is called after the backward pass")
@@ -309,28 +315,43 @@ def _alike(got: Sequence[Any], want: Sequence[Any]) -> bool:
     return all(a.shape == b.shape and np.allclose(a.numpy(force=True), b.numpy(force=True)) for a, b in zip(got, want))
 
 
-def _left_over(my_replicas: Replicas, steps: int) -> tuple[int, int]:
-    """The most bytes that one of two ranks allocates in this many steps and still keeps, gradients included; and the
-    bytes that all ranks send."""
+def _left_over(my_replicas: Replicas, steps: int) -> tuple[int, int, bool]:
+    """The most bytes that one of two ranks allocates in this many steps and still keeps, gradients included; the bytes
+    that all ranks send; and whether a tensor is written between the start of its collective and the wait."""
     import torch
 
     from tplab.torch import LiveBytes
 
-    def program() -> int:
+    class Live(LiveBytes):
+        writes, races = (), False
+
+        def ended(self, func: Any, args: Any, *more: Any) -> None:
+            super().ended(func, args, *more)
+            self.writes += (args[0].data_ptr(),) if func._schema.is_mutable and hasattr(args[0], "data_ptr") else ()
+
+        def begins(self) -> int:
+            return len(self.writes)
+
+        def met(self, call: Any, x: Any, y: Any, note: Any) -> None:
+            super().met(call, x, y, note)
+            self.races |= note is not None and x.data_ptr() in self.writes[note:]
+
+    def program() -> tuple[int, bool]:
         model, x = _layers(WIDTH, LAYERS, dtype=torch.float64), torch.ones(ROWS, WIDTH, dtype=torch.float64)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.1)
         finish = my_replicas(model)
-        with LiveBytes() as live:
+        with Live() as live:
             for _ in range(steps):
                 model.zero_grad()
                 model(x).square().mean().backward()
                 finish()
-            return live.now()
+            return live.now(), live.races
 
     out = run_on(Mesh(dp=2), program)
-    return max(out.per_rank), out.trace.bytes_sent()
+    kept, races = zip(*out.per_rank)
+    return max(kept), out.trace.bytes_sent(), any(races)
 
 
 def traced(my_replicas: Replicas) -> Trace:

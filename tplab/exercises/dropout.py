@@ -158,8 +158,8 @@ def _look_outside(added: list[np.ndarray], mesh: Mesh, num_features: int) -> Non
         refuse(f": outside, p is not 1/2 on {mesh}.\n{hint}", known)
     if not _are_sums(added[0], num_features):
         hint = (
-            "Each dropout doubles what it keeps, so two of them make it 4 times as large. Is one of them missing, or "
-            "before the sum?"
+            "Each dropout doubles what it keeps, so two of them make it 4 times as large. Is one missing, there twice, "
+            "or before the sum?"
         )
         refuse(f": what it adds to x is not what two dropouts leave, on {mesh}.\n{hint}", known)
 
@@ -264,6 +264,8 @@ def _look_backward(
                 "No gradient comes back through the two layers. Is something detached?": [dy] * num_ranks,
                 "It is only the part that comes through this rank's own hidden features. What adds up the gradients of "
                 "the ranks?": own,
+                "What comes back through the two layers is R times too large: all_gather adds up the gradients of all "
+                "R copies.": [dy + num_ranks * (want - dy)] * num_ranks,
             }
             said = hint(
                 dx, known, "Each dropout passes a gradient on where it has kept a number, twice as large.", slack

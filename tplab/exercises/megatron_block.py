@@ -136,7 +136,7 @@ PARALLEL_BLOCK = Exercise(
     fewest=lambda mesh, tensors: 2 * bytes_of_a_sum(tensors["x"], mesh),
     excess=(
         "Attention and the MLP read the same h, and their terms are added to each other: one sum forward and one "
-        "backward will do. With f after the norm, the gradient of scale needs none."
+        "backward will do. With f after the norm, the gradient of scale needs none, and no weight is ever sent."
     ),
     divided="tp",
     tolerance=TOLERANCE,

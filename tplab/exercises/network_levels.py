@@ -76,8 +76,8 @@ def _sends_little_across(answer: Answer) -> Verdict:
         if (most := table.sum(1).max()) > bound:
             but(
                 f"on {mesh} the GPUs of a node send {most:.0f} numbers in messages that may leave it, where "
-                f"{bound:.0f} would do.\nOn which axis should the gradient be cut before it crosses the network?\n"
-                "One row per node, one column per GPU: the numbers that it sends.",
+                f"{bound:.0f} would do.\nOn which axis should the gradient be cut before it crosses the network, and "
+                "what adds up the pieces?\nOne row per node, one column per GPU: the numbers that it sends.",
                 [Panel("yours", table, table > bound / gpus), Panel("enough", np.full(table.shape, bound / gpus))],
             )
     return answer.says("Each node sends no more to the others than it must.")

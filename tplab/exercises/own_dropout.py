@@ -162,7 +162,7 @@ def _look(masks: _Masks, mesh: Mesh) -> None:
     if is_off(share, first.size * len(different), _P):
         refuse(f", on {mesh}: with p = {_P}, {share:.0%} of the numbers are dropped.", shown)
     if len({int((mask == 0).sum()) for drawn in masks.values() for mask in drawn}) == 1:
-        refuse(f", on {mesh}: every mask drops equally many numbers.\n{EACH}", shown)
+        refuse(f", on {mesh}: every mask drops the same number of entries.\n{EACH}", shown)
     for (axis, _), drawn in masks.items():
         _look_at_ranks(axis, drawn, mesh)
     _look_at_keys(masks, _AXES[len(mesh.shape)], mesh)
@@ -179,8 +179,8 @@ def _look_at_ranks(axis: Any, drawn: list[np.ndarray], mesh: Mesh) -> None:
         else:
             hint = (
                 f"ranks {one} and {other} draw different masks with axis={axis!r}, but they hold the same data.\n"
-                f"A generator made from the key{'' if axis is None else f' and the place along {axis!r}'} alone is the "
-                "same on both.\nOne that knows another place is not, and neither is torch's own."
+                f"Make a new generator from the key{'' if axis is None else f' and the index along {axis!r}'} alone in "
+                "each call.\nOthers differ: torch's own, one made from the rank, and one that is kept between calls."
             )
         refuse(f", on {mesh}: {hint}", [corner(f"rank {rank}", drawn[rank]) for rank in (one, other)])
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tplab.exercises.damage import Untouched
+from tplab.exercises.damage import PARAMETER, Untouched
+from tplab.exercises.data_parallel import but
 from tplab.exercises.drawn import Drawn
 from tplab.exercises.verdict import Refused, Verdict, beside, cause, check, differs, listed, on, refuse, right, run_on
 from tplab.mesh import Mesh
@@ -16,6 +17,7 @@ from tplab.schedules import Action, Costs, Schedule, faults, one_f_one_b, simula
 from tplab.widgets.matrices import number_text
 
 Ahead = Callable[[int, int], int]
+Rule = Callable[[int, int], Schedule]
 Train = Callable[[Schedule, Any, Sequence[tuple[Any, Any]], Callable[..., Any]], Any]
 
 # --- forwards ahead --------------------------------------------------------------------------------------------------
@@ -97,13 +99,13 @@ def check_train_split(fn: Train) -> Verdict:
         but(
             "rank 1 sends its first gradient of x late. In a schedule whose W all come last, it has by then computed "
             f"as much as\n{early / 2:.0f} forward passes, although its first I comes after one. The rank before it "
-            "waits for that: let I send it, in this order."
+            "waits for that: send it in the I action, in the schedule's order."
         )
     if (done := min(shares)) < ENOUGH:
         but(
-            f"I has computed them. In a schedule whose W all come last, rank {shares.index(done)} has {done:.0%} of\n"
-            "the weights' gradients left after its last I. I should compute only what the rank before it is waiting "
-            "for."
+            f"they are computed in I actions. In a schedule whose W all come last, rank {shares.index(done)} has "
+            f"{done:.0%} of\nthe weights' gradients left after its last I. An I action should compute only what the "
+            "rank before it is waiting for."
         )
     for rule in (zb_h1, one_f_one_b):
         few, many = (_most_kept(fn, rule, microbatches) for microbatches in (6, 24))
@@ -118,8 +120,8 @@ def check_train_split(fn: Train) -> Verdict:
     more = f"on two ranks a batch takes {100 * (split / whole - 1):.0f}% more FLOPs with I and W than with B"
     if split > MOST_WORK * whole:
         but(
-            f"{more}.\nIs something computed and not used, or a forward pass run again? I needs only the gradient of "
-            "x, and W only those of the weights."
+            f"{more}.\nIs something computed and not used, or a forward pass run again? An I action needs only the "
+            "gradient of x, and a W action only those of the weights."
         )
     text = " is right: loss and every gradient, for 1F1B, ZB-H1 and ZB-H2 on 1, 2, 3 and 4 ranks."
     if split > 1.02 * whole:  # a smaller excess is additions, counted only where torch shows them
@@ -130,12 +132,7 @@ def check_train_split(fn: Train) -> Verdict:
     return right(text)
 
 
-def but(text: str) -> None:
-    """End the check: the gradients are right, but this is not."""
-    refuse(f": the gradients are right, but {text}")
-
-
-def _compare(fn: Train, rule: Callable[[int, int], Schedule], mesh: Mesh) -> None:
+def _compare(fn: Train, rule: Rule, mesh: Mesh) -> None:
     """Refuse a loss or a gradient that is not that of one device."""
     schedule = rule(mesh.size, MICROBATCHES)
     name = f"{schedule.name}, whose actions are {listed(dict.fromkeys(one.kind for one in schedule.by_rank()[0]))}"
@@ -167,9 +164,7 @@ def _run(program: Callable[[Any], Any], mesh: Mesh = Mesh(pp=2), **options: Any)
     return run_on(mesh, lambda: program(_stage(axis_index("pp"))), **options)
 
 
-def _tried(
-    fn: Train, key: str, rule: Callable[[int, int], Schedule]
-) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+def _tried(fn: Train, key: str, rule: Rule) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """A gradient on every rank of every mesh under this rule, and the predictions of known mistakes."""
     for mesh in MESHES:
         schedule, (_, grads, last) = rule(mesh.size, MICROBATCHES), _plain(mesh.size)
@@ -251,7 +246,7 @@ gradient of x (1.18)."""
 
 def _leaves_nothing(fn: Train, stage: Any) -> None:
     """Refuse damage that two batches leave behind, and gradients of the second that are not added to the first's."""
-    before, found = Untouched(dict(stage.named_parameters())), []
+    before, found = Untouched(dict(stage.named_parameters()), instead=PARAMETER), []
     for _ in range(2):
         _trained(fn, zb_h1(2, MICROBATCHES), stage)
         found.append(_gradients(stage))
@@ -290,7 +285,7 @@ def _work_of_late_w(fn: Train) -> tuple[list[float], float]:
     return shares, before
 
 
-def _most_kept(fn: Train, rule: Callable[[int, int], Schedule], microbatches: int) -> int:
+def _most_kept(fn: Train, rule: Rule, microbatches: int) -> int:
     """The most bytes that a rank of two has made and not freed."""
     from tplab.torch import LiveBytes
 

@@ -11,7 +11,7 @@ from typing import Any
 from tplab.cost import Cluster, find
 from tplab.cost.data_sheets import ETHERNET_10G
 from tplab.cost.named import H100_NODE
-from tplab.exercises.damage import Untouched
+from tplab.exercises.damage import PARAMETER, Untouched
 from tplab.exercises.verdict import Verdict, check, refuse, refuse_damage, right, run_on
 from tplab.mesh import Mesh
 from tplab.models.gpt import GPTConfig, gpt_layer_name, gpt_specs
@@ -228,10 +228,10 @@ def _scales(mesh: Mesh, clip: Clip | None, most: float) -> tuple[list[tuple[floa
         train_batch(schedule, stages, pairs, lambda y, t: cross_entropy(y, t, "tp", 32), data_axis="dp")
         parameters = {f"{n}.{name}": p for n, stage in stages.items() for name, p in stage.named_parameters()}
         parameters = {name: p for name, p in parameters.items() if p.grad is not None}
-        before, remembered = {name: _gradient(p) for name, p in parameters.items()}, Untouched(parameters)
+        before, kept = {name: _gradient(p) for name, p in parameters.items()}, Untouched(parameters, instead=PARAMETER)
         (clip or clip_gradients)(stages, most, stage_specs(SMALL, stages.partition.bounds))
         after = {name: _gradient(p) for name, p in parameters.items()}
-        refuse_damage(remembered)
+        refuse_damage(kept)
         if uneven := _uneven(before, after):
             refuse(f": on rank {axis_index(mesh.axis_names)} {uneven}")
         norms = [torch.stack([grad.norm() for grad in grads.values()]).norm() for grads in (before, after)]

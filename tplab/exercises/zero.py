@@ -184,5 +184,5 @@ def _in_pieces(answer: Answer) -> Verdict:
         )
     both = answer.traces[1]  # the forward pass and the backward pass
     if sum(event.op == "all_gather" for event in both.select(rank=0, kind="collective").events) == 1:
-        answer.verdict.text += "\nIt gathers once: both matrices stay until the backward pass. A class frees them."
+        answer.verdict.text += "\nIt gathers once: both matrices stay until the backward pass. A class can free them."
     return answer.verdict

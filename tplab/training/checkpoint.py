@@ -105,11 +105,6 @@ def partial_path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step-{step:08}.partial"
 
 
-def latest(folder: str | Path) -> int | None:
-    """The step of the newest complete checkpoint; None if there is none."""
-    return max((step for step in _steps(folder) if (_path(folder, step) / INDEX).exists()), default=None)
-
-
 def load(folder: str | Path, step: int, names: Iterable[str] | None = None, *, is_checked: bool = False) -> Arrays:
     """The whole arrays of a checkpoint: name -> array.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from tplab.data.gradients import BUCKET_BYTES
 from tplab.data.zero import STAGES
@@ -113,6 +114,11 @@ class Recipe:
         if axis is None:
             return TokenLayout("contiguous", length, 1)
         return TokenLayout(self.layout, length, mesh.axis_size(axis))
+
+    def layer_options(self, mesh: Mesh) -> dict[str, Any]:
+        """The options of `gpt_layers` on this mesh."""
+        own = {name: getattr(self, name) for name in ("sequence_parallel", "layout", "scheme", "dispatch")}
+        return own | {"data_axis": batch_axes(mesh), "context_axis": context_axis(mesh)}
 
     def schedule_on(self, mesh: Mesh) -> Schedule:
         """The schedule of each pipeline, for as many microbatches as run before gradients are combined."""

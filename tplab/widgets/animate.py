@@ -22,12 +22,8 @@ class Animation(Card):
     step = Step().tag(sync=True)
 
     def __init__(self, of: Score, step: float = 0):
-        self.of, self.sentence = of, words.summary(of)
+        self.of, self.num_steps, self.sentence = of, of.num_steps, words.summary(of)
         super().__init__(score=payload.picture(of), step=step)
-
-    @property
-    def num_steps(self) -> int:
-        return self.of.num_steps
 
     def picture(self) -> bytes:
         return still.moving(self.of)

@@ -50,6 +50,7 @@ class Curves(Card):
         self.content = self._drawn()
 
     def _drawn(self) -> dict[str, Any]:
+        explain(self.figure)
         words = {"title": self.title, "about": self.about, "sentence": self.sentence}
         return {**words, "drawing": _as_svg(self.figure), "panels": readings(self.figure, self._x_text)}
 
@@ -116,7 +117,6 @@ def curves(
         draw_measured(ax, measured, name, by)
         if crossings and name in crossings:
             _mark(ax, crossings[name], nbytes, next(iter(lines.values())))
-    explain(figure, axes)
     return Curves(title, about, sentence, figure, bytes_text)
 
 
@@ -136,7 +136,7 @@ def draw_measured(ax: Any, measured: Measured, name: str, by: str) -> None:
         ax.plot(*zip(*measured[name]), "D", label=f"measured by {by}", **looks)
 
 
-def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
+def figure_of(panels: Iterable[str], along: str, is_log: bool = True) -> tuple[Any, Any]:
     """(figure, axes) with one panel for each of these titles, side by side on one scale."""
     from matplotlib.figure import Figure  # slow to import; without pyplot, no figure to close and no backend to choose
 
@@ -151,13 +151,15 @@ def figure_of(panels: Iterable[str], along: str) -> tuple[Any, Any]:
         ax.set(facecolor="none")
         ax.tick_params(which="both", colors=DIM, labelsize=9, length=0, pad=6)
         ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        ax.spines["bottom"].set(visible=not is_log, color=LINE)
+        ax.grid(which="major", axis="both" if is_log else "y", color=LINE, lw=0.6, zorder=0)
     return figure, axes
 
 
-def explain(figure: Any, axes: Iterable[Any]) -> None:
+def explain(figure: Any) -> None:
     """Add a legend below the panels, with each name once."""
     handles: dict[str, Any] = {}
-    for ax in axes:
+    for ax in figure.axes:
         for handle, name in zip(*ax.get_legend_handles_labels()):
             handles.setdefault(one_line(name), handle)
     legend = figure.legend(
@@ -174,7 +176,6 @@ def _dress(ax: Any, nbytes: Numbers, seconds: Sequence[float]) -> None:
     ax.set_xticks([2.0**power for power in range(5, 60, 5) if nbytes[0] <= 2.0**power <= nbytes[-1]])
     ax.xaxis.set_major_formatter(lambda value, place: bytes_text(value))
     ax.yaxis.set_major_formatter(lambda value, place: time_text(value, "s"))
-    ax.grid(which="major", color=LINE, lw=0.6, zorder=0)
 
 
 def _around(amounts: Iterable[float]) -> tuple[float, float]:

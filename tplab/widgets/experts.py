@@ -27,12 +27,8 @@ class Experts(Played):
         for number, layer in enumerate(layers, 1):
             name = f"layer {number} of {len(layers)}" if len(layers) > 1 else ""
             says += [says_of(layer, step, unit, name) for step in range(1, layer.num_steps + 1)]
-        self.says = says
+        self.says, self.num_steps = says, len(says) - 1
         super().__init__([self.drawn], drawing.LEGEND, TITLE, about, says, self.num_steps, step)
-
-    @property
-    def num_steps(self) -> int:
-        return sum(layer.num_steps for layer in self.layers)
 
     def picture(self) -> bytes:
         """The picture at `step`. Before the first step, which shows little, it is that of the first layer's end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import traitlets
 
@@ -26,9 +27,9 @@ class Gantt(Card):
     colour = traitlets.Enum(("kind", "microbatch", "stage"), "kind").tag(sync=True)
     step = Step().tag(sync=True)
 
-    def __init__(self, runs: Sequence[Simulation], limit: float | None = None, step: float = 0, colour: str = "kind"):
+    def __init__(self, runs: Sequence[Simulation], limit: float | None = None, board: bytes = b"", **traits: Any):
         self.show(runs, limit)
-        super().__init__(board=still.board(self.runs, self.limit), step=step, colour=colour)
+        super().__init__(board=board or still.board(self.runs, self.limit), **traits)
 
     def show(self, runs: Sequence[Simulation], limit: float | None) -> None:
         """Show these runs."""
@@ -68,4 +69,4 @@ def gantt(
     check_shown(both, Simulation, Schedule)
     check_limit(memory_limit)
     runs = [one if isinstance(one, Simulation) else simulate(one, Costs()) for one in both]
-    return Gantt(runs, memory_limit, step, colour)
+    return Gantt(runs, memory_limit, step=step, colour=colour)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tplab.units import bytes_text, plain
-from tplab.widgets.curves import DASHES, Curves, Measured, Numbers, check_measured, draw_measured, explain, figure_of
-from tplab.widgets.paper.palette import HUES, INK, LINE, PAPER
+from tplab.widgets.curves import DASHES, Curves, Measured, Numbers, check_measured, draw_measured, figure_of
+from tplab.widgets.paper.palette import HUES, INK, PAPER
 from tplab.widgets.paper.shown import numbers
 
 MARKS = "osD^"  # so that colour is not the only distinction
@@ -60,7 +60,7 @@ def levels(
     if doubling:
         _check_positive([x for lines in every for xs, _ in lines.values() for x in xs])
         _check_positive([x for points in (measured or {}).values() for x, _ in points])
-    figure, axes = figure_of(panels, along)
+    figure, axes = figure_of(panels, along, is_log=False)
     drawn = [y for lines in panels.values() for _, ys in lines.values() for y in ys]
     drawn += [y for points in (measured or {}).values() for _, y in points]
     drawn = [y for y in drawn if math.isfinite(y)]  # a line has a gap elsewhere
@@ -83,7 +83,6 @@ def levels(
         if doubling:
             _double(ax)
     axes[0].set_ylim(least if from_zero else least - room, most + room if most > least else least + 1.0)
-    explain(figure, axes)
     return Curves(title, about, sentence, figure, lambda x: f"{along}: {plain(x)}")
 
 
@@ -98,8 +97,6 @@ def _dress(ax: Any, step: float, unit: str, runs: Collection[float]) -> None:
     ax.yaxis.set_major_locator(MultipleLocator(step))
     text = bytes_text if unit == "B" else lambda value: f"{plain(value)} {unit}".strip()
     ax.yaxis.set_major_formatter(lambda value, place: text(value))
-    ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
-    ax.spines["bottom"].set(visible=True, color=LINE)
 
 
 def _check_positive(places: Sequence[float]) -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tplab.widgets.curves import Curves, explain, figure_of
-from tplab.widgets.paper.palette import DIM, HUES, INK, LINE
+from tplab.widgets.curves import Curves, figure_of
+from tplab.widgets.paper.palette import DIM, HUES, INK
 
 SECONDS_BETWEEN = 0.5
 """The least time between drawings, so that drawing takes at most a tenth of the time from training."""
@@ -80,7 +80,7 @@ class LossCurve(Curves):
         self.redraw()
 
     def _figure(self) -> Any:
-        figure, (ax,) = figure_of([""], "steps")
+        figure, (ax,) = figure_of([""], "steps", is_log=False)
         if self.beside is not None:
             name, losses = self.beside
             ax.plot(range(1, len(losses) + 1), losses, color=INK, lw=1.2, ls=(0, (1, 2)), zorder=4, label=name)
@@ -89,7 +89,4 @@ class LossCurve(Curves):
             ax.plot(*zip(*self.held_out.items()), "o", color=HUES[1], ms=6, zorder=5, label="on held-out text")
         ax.set_xlim(0, max(self.steps, 1))
         ax.set_ylabel("nats per byte", color=DIM, fontsize=9)
-        ax.grid(which="major", axis="y", color=LINE, lw=0.6, zorder=0)
-        ax.spines["bottom"].set(visible=True, color=LINE)
-        explain(figure, [ax])
         return figure

@@ -48,7 +48,7 @@ class PipelineLab(Lab, Gantt):
         with as_of_traits():
             check_settings(settings)
         self._bench: Workbench = Workbench(settings)
-        super().__init__(self._bench.runs, self._bench.limit)
+        super().__init__(self._bench.runs, self._bench.limit, self._bench.board())
         self.choices = choices()
         self.listen()
 

@@ -8,8 +8,8 @@ from itertools import count
 from typing import NamedTuple
 
 from tplab.units import time_text
-from tplab.widgets.curves import Curves, explain, figure_of
-from tplab.widgets.paper.palette import DIM, HUES, LINE, PAPER, SOFT
+from tplab.widgets.curves import Curves, figure_of
+from tplab.widgets.paper.palette import DIM, HUES, PAPER, SOFT
 
 MARKS = "oD^s"  # so that colour is not the only distinction
 
@@ -52,7 +52,6 @@ def scatter(
         ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter(lambda value, place: time_text(value, "s"))
-        ax.grid(which="major", color=LINE, lw=0.6, zorder=0)
         if interval:
             low, high = ([end / times for end in ends] for times in interval)
             ax.fill_between(ends, high, low, color=SOFT, lw=0, zorder=1)
@@ -74,7 +73,6 @@ def scatter(
     side = {"transform": axes[0].transAxes, "color": DIM, "size": 9, "style": "italic"}
     axes[0].text(0.03, 0.92, "faster than forecast", **side)
     axes[0].text(0.97, 0.05, "slower than forecast", ha="right", **side)
-    explain(figure, axes)
     names: dict[float, list[str]] = {}
     for dot in dots:
         names.setdefault(float(dot.measured), []).append(dot.name)

@@ -161,16 +161,12 @@ class Tiles(Played):
     second. With a trace that has a backward pass, its steps follow those of the forward pass. `scenes` are panels."""
 
     def __init__(self, of: Panels, step: float = 0):
-        self.of, self.sentence = of, of.sentence
+        self.of, self.num_steps, self.sentence = of, of.num_steps, of.sentence
         self.scenes = [draw(panel, of.geometry) for panel in of.panels]
-        lanes = b"" if of.trace is None else payload.lanes(score(of.trace))
+        lanes = b"" if of.trace is None else payload.timeline(score(of.trace))
         says, about = [of.says(step) for step in range(of.num_steps + 1)], mask_text(of.panels[0].mask).rstrip(",")
         fixed = self.scenes, LEGEND, TITLE, about, says, of.num_ranks
         super().__init__(*fixed, step, AXES, of.times, lanes)
-
-    @property
-    def num_steps(self) -> int:
-        return self.of.num_steps
 
     def picture(self) -> bytes:
         """The picture at `step`. Before the first step, which would be empty, it is that of the last step."""

@@ -12,7 +12,7 @@ from tplab.schedules import Comparison, Simulation
 from tplab.trace.trace import Trace
 from tplab.widgets.paper.card import Card, Step, script
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.schedule import overlay, still_overlay
+from tplab.widgets.schedule import overlay
 from tplab.widgets.schedule.overlay import Overlay
 from tplab.widgets.score import payload, still, words
 from tplab.widgets.score.score import Score, score
@@ -31,21 +31,17 @@ class Timeline(Card):
     end = traitlets.Float(1.0, min=0.0, max=1.0).tag(sync=True)
 
     def __init__(self, of: Score | Overlay, step: float = 0, measured: Durations | None = None):
-        self.of, self.comparison, self.measured = of, None, measured or Durations()
+        self.of, self.num_steps, self.comparison, self.measured = of, of.num_steps, None, measured or Durations()
         if isinstance(of, Overlay):
             self.comparison, self.sentence = of.comparison, overlay.sentence(of)
             super().__init__(score=overlay.sent(of), step=step)
         else:
             self.sentence = f"{words.summary(of, 'Timeline')} {self.measured.sentence}".strip()
-            super().__init__(score=payload.lanes(of, self.measured, by_kind=True), step=step)
-
-    @property
-    def num_steps(self) -> int:
-        return self.of.num_steps
+            super().__init__(score=payload.timeline(of, self.measured, by_kind=True), step=step)
 
     def picture(self) -> bytes:
         if isinstance(self.of, Overlay):
-            return still_overlay.picture(self.of, self.step)
+            return overlay.picture(self.of, self.step)
         return still.timeline(self.of, self.measured)
 
 

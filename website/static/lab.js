@@ -52,7 +52,7 @@ export class LabModel extends PageModel {
 
   send(message) {
     this.worker ??= this.start();
-    const question = { settings: this.get("settings"), message, colour: this.get("colour") };
+    const question = { settings: this.get("settings"), message };
     this.worker.postMessage({ first: this.first, room: this.room, question });
     if (this.progress !== COMPUTING) this.tell({ progress: this.progress });
     this.reminder ??= setInterval(() => this.tell({ progress: this.progress }), REMINDER);

@@ -255,14 +255,13 @@ class Module:
     def _frames(self, number: str) -> list[tuple[str, int]]:
         """The file and line of a frame, of its caller, and so on."""
         frames = self._tables["StackFrames"]
-        shift = 1 if _field(frames.get("1", ""), "parent_frame_id") == "1" else 0  # XLA counts a frame's parent from 1
+        shift = int(frames.get("1", {}).get("parent_frame_id") == "1")  # XLA counts a frame's parent from 1
         found: list[tuple[str, int]] = []
         while (entry := frames.get(number)) is not None and len(found) < len(frames):
-            place = self._tables["FileLocations"].get(_field(entry, "file_location_id"), "")
-            name = self._tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
-            if name:
-                found.append((name, int(_field(place, "line") or 0)))
-            number = str(int(_field(entry, "parent_frame_id") or 0) - shift)
+            place = self._tables["FileLocations"].get(entry.get("file_location_id", ""), {})
+            if name := self._tables["FileNames"].get(place.get("file_name_id", ""), {}).get(""):
+                found.append((name, int(place.get("line", 0))))
+            number = str(int(entry.get("parent_frame_id", 0)) - shift)
         return found
 
 
@@ -312,16 +311,12 @@ def _along_axes(mesh: str, devices: str | None, axes: str) -> Groups:
     return tuple(tuple(row) for row in ids.reshape(shape).transpose(outer + inner).reshape(-1, length).tolist())
 
 
-def _table(text: str, name: str) -> dict[str, str]:
-    """A table in the module's header: number -> the rest of the line."""
+def _table(text: str, name: str) -> dict[str, dict[str, str]]:
+    """A table in the module's header: number -> the fields of the line; "": a line that is a name."""
     match = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
     rows = match[1].splitlines() if match else []
-    return {number: rest for number, _, rest in (row.partition(" ") for row in rows)}
-
-
-def _field(entry: str, name: str) -> str:
-    match = re.search(rf"\b{name}=(\d+)", entry)
-    return match[1] if match else ""
+    parts = (row.partition(" ") for row in rows)
+    return {number: dict(re.findall(r"(\w+)=(\d+)", rest)) | {"": rest.strip('"')} for number, _, rest in parts}
 
 
 def _numbers(text: str) -> tuple[int, ...]:

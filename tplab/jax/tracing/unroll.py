@@ -126,7 +126,7 @@ class Unroll:
             )
         if one.op == "get-tuple-element" and isinstance(values[0], list):
             return values[0][one.index]
-        if values and (one.op in PASSED_ON or one.op.endswith(("-done", "-update"))):
+        if values and (one.op in PASSED_ON or one.is_end):
             return values[0]
         needs = tuple(sorted(_needs(values)))
         if one.collective:

@@ -96,15 +96,7 @@ class _Loop:
         self._config, self._recipe, self._mesh, self._on, self._seed = config, recipe, mesh, on, seed
         self._tokens, self._data_axes = recipe.tokens_on(mesh, config.context), data_axes(mesh)
         self._batch = P(batch_axes(mesh), context_axis(mesh))
-        layers = gpt_layers(
-            config,
-            sequence_parallel=recipe.sequence_parallel,
-            data_axis=batch_axes(mesh),
-            context_axis=context_axis(mesh),
-            layout=recipe.layout,
-            scheme=recipe.scheme,
-            dispatch=recipe.dispatch,
-        )
+        layers = gpt_layers(config, **recipe.layer_options(mesh))
         if recipe.zero == 3:
             layers = [sharded_layer(layer, self._data_axes) for layer in layers]
         if recipe.scheme == "ring" and self._tokens.num_ranks > 1 and mesh.axis_size("pp") > 1:

@@ -21,14 +21,6 @@ class Plan(NamedTuple):
     x: Tensor
 
 
-class Forward(NamedTuple):
-    """What a backward pass may need from the forward one: input, output, and each rank's size along `dim`."""
-
-    x: Tensor | None
-    y: Tensor | None
-    sizes: tuple[int, ...] | None
-
-
 def do(call: Call, x: Tensor) -> Tensor:
     """Run the collective and wait for it. If this pass is one of a pair, the other one goes on meanwhile."""
     rank = this_rank()
@@ -131,7 +123,7 @@ class _Blocking(torch.autograd.Function):
         if (types := this_rank().types) is not None and call.row.type == "I":
             types.gradient(ctx.exchange, call.place.group, grads[0])
         x, y = ctx.saved_tensors or (None, None)
-        dx = _transposed(call, grads[0], Forward(x, y, ctx.exchange.sizes))
+        dx = _transposed(call, grads[0], x, y, ctx.exchange.sizes)
         return (_received(call, do(*dx)) if isinstance(dx, Plan) else dx), None
 
 
@@ -188,7 +180,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         exchange, (y,) = ctx.exchange, ctx.saved_tensors or (None,)
-        dx = _transposed(exchange.call, grads[0], Forward(exchange.sent, y, exchange.sizes))
+        dx = _transposed(exchange.call, grads[0], exchange.sent, y, exchange.sizes)
         exchange.gradient = start_on(*dx) if isinstance(dx, Plan) else dx
         return token(grads[0]), None
 
@@ -232,8 +224,11 @@ class _Varying(torch.autograd.Function):
 # --- how the gradient flows back --------------------------------------------------------------------------------------
 
 
-def _transposed(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
-    """dx, or the plan of the collective that computes it, as given by the collective's row."""
+def _transposed(
+    call: Call, dy: Tensor, x: Tensor | None, y: Tensor | None, sizes: tuple[int, ...] | None
+) -> Tensor | Plan:
+    """dx, or the plan of the collective that computes it, as given by the collective's row; from the forward pass it
+    may need x, y, and each rank's size along `dim`."""
     row, reduction = call.row, call.reduction
     if row.takes == "one":
         return _sent_back(call, dy)
@@ -243,15 +238,15 @@ def _transposed(call: Call, dy: Tensor, forward: Forward) -> Tensor | Plan:
         dy = dy / len(call.place.group)
     if row.transposed:
         op, *names = row.transposed
-        about = {**call.about, "op": "sum", "sizes": forward.sizes}
+        about = {**call.about, "op": "sum", "sizes": sizes}
         params = tuple(about[name] for name in names)
         back = Plan(this_rank().call(op, call.axis, params, splits=call.takes, takes=call.splits), dy)
         if reduction not in EXTREMES:
             return back
-        assert forward.x is not None and forward.y is not None
-        return _shared(call, _received(call, do(*back)), forward.x == do(back.call, forward.y.detach()))
+        assert x is not None and y is not None
+        return _shared(call, _received(call, do(*back)), x == do(back.call, y.detach()))
     if reduction in EXTREMES:
-        return _shared(call, dy, forward.x == forward.y)
+        return _shared(call, dy, x == y)
     if row.takes == "root" and call.place.index != call.root:
         return dy.masked_fill(torch.tensor(True, device=dy.device), 0)
     return dy

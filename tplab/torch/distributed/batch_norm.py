@@ -50,7 +50,6 @@ def _by_channel(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _others(x: Tensor) -> list[int]:
-    """All dims but the channel dim."""
     return [0, *range(2, x.ndim)]
 
 

@@ -60,7 +60,6 @@ def _note_unless_known(note: Callable[[], None], device: Any) -> None:
 
 
 def _device(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> torch.device:
-    """torch.device(...)"""
     device = args[0] if args else kwargs.get("device", kwargs.get("type"))
     if not is_cuda(device):
         return func(*args, **kwargs)
@@ -78,7 +77,6 @@ def _parse(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _to(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
-    """x.to(device)"""
     x, *rest = args
     device = rest[0] if rest else kwargs.get("device")
     to_cuda = is_cuda(device)
@@ -96,14 +94,12 @@ def _to(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cuda(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Tensor:
-    """x.cuda()"""
     note()
     layout = {name: value for name, value in kwargs.items() if name == "memory_format"}
     return args[0].to(CPU, copy=_is_moved(args[0], True), **layout)
 
 
 def _cpu(note: Callable[[], None], func: Any, args: Any, kwargs: Any) -> Tensor:
-    """x.cpu()"""
     return args[0].to(CPU, copy=_is_moved(args[0], False), **kwargs)
 
 

@@ -225,7 +225,6 @@ class Group(Asked, dist.ProcessGroup):
             return self.member.here().begin(call, x)
 
     def _together(self, works: Sequence[Work], opts: Any) -> Work:
-        """Several collectives as one."""
         if not works:
             return Taken()
         if opts is not None and not opts.asyncOp:

@@ -7,7 +7,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from types import CodeType, FunctionType
@@ -73,11 +73,8 @@ class Parcel:
 
 def send(to: Connection, content: Any) -> None:
     """Pack an object and send it."""
-    parcel = Parcel(content)
-    try:
+    with closing(Parcel(content)) as parcel:
         parcel.send(to)
-    finally:
-        parcel.close()
 
 
 class Received:

@@ -14,7 +14,7 @@ from tplab.torch.ranks import results, texts
 from tplab.torch.ranks.arguments import Arguments, Job
 from tplab.torch.ranks.attention import KERNELS_OF_GPUS
 from tplab.torch.ranks.chronicle import Chronicle
-from tplab.torch.ranks.meeting import Group
+from tplab.torch.ranks.meeting import Group, Meeting
 from tplab.torch.ranks.printing import Kept, beneath, live_output
 from tplab.torch.ranks.process_state import More, Own, ProcessState
 from tplab.torch.ranks.rank import Lines, current_rank_or_none, enter
@@ -68,7 +68,8 @@ def run_on_simulated_ranks(
         if (error := unmet(world.groups.values())) is not None:
             raise error
     except TplabError as error:
-        chronicle.failed(f"{type(error).__name__}: {error}", [*not_received(world.groups.values())])
+        messages = [one for meeting in _open(world.groups.values()) for one in meeting.messages.values()]
+        chronicle.failed(f"{type(error).__name__}: {error}", lost=[number for *_, number, _ in messages])
         error.make_trace = lambda: chronicle.trace
         raise
     finally:
@@ -120,21 +121,16 @@ def _held(ranks: Iterable[SimulatedRank], lines: Lines) -> Iterator[tuple[int, s
 
 def unmet(groups: Iterable[Group]) -> CollectiveMismatchError | None:
     """The error for a collective that some of its group never reached, though all ranks have returned."""
-    for group in groups:
-        for meeting in group.open.values():
-            if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
-                continue  # daemon threads end with their process
-            rank, site = meeting.first
-            return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
+    for meeting in _open(groups):
+        if meeting.waiting and all(seat.home is not seat and seat.is_daemon for seat in meeting.waiting):
+            continue  # daemon threads end with their process
+        rank, site = meeting.first
+        return texts.unmet(site.call.key, meeting.number, rank, site.where, meeting.absent)
     return None
 
 
-def not_received(groups: Iterable[Group]) -> Iterator[int]:
-    """The numbers in the trace of the messages of a failed run that were not received."""
-    for group in groups:
-        for meeting in group.open.values():
-            for *_, number, _ in meeting.messages.values():
-                yield number
+def _open(groups: Iterable[Group]) -> Iterator[Meeting]:
+    return (meeting for group in groups for meeting in group.open.values())
 
 
 def deadlock(ranks: Iterable[SimulatedRank], others: Iterable[SimulatedRank] = ()) -> DeadlockError:

@@ -165,7 +165,6 @@ def _copies(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Zeros of the same shape and type."""
     if like.dtype in WITHOUT_KERNELS:
         return torch.zeros_like(like.view(BITS[like.itemsize])).view(like.dtype)
     return torch.zeros_like(like)

@@ -188,7 +188,6 @@ def _gist(value: Any) -> Any:
 
 
 def _is_alive(outsider: Any) -> bool:
-    """Whether a thread or a process still runs."""
     return outsider.is_alive() if hasattr(outsider, "is_alive") else outsider.poll() is None
 
 

@@ -102,15 +102,7 @@ def _train(
     """The program of one rank. Returns the progress of each step, and the rank's part of the model at the end."""
     rank, done, clock = this_rank(), [], Clock(first, recipe.steps)
     data = data_axes(rank.mesh)
-    layers = gpt_layers(
-        config,
-        sequence_parallel=recipe.sequence_parallel,
-        data_axis=batch_axes(rank.mesh),
-        context_axis=context_axis(rank.mesh),
-        layout=recipe.layout,
-        scheme=recipe.scheme,
-        dispatch=recipe.dispatch,
-    )
+    layers = gpt_layers(config, **recipe.layer_options(rank.mesh))
     with device:
         stages = stages_of(layers, recipe.schedule_on(rank.mesh))
     load_whole(stages, config, gpt_state(config, seed))

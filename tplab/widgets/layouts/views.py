@@ -14,10 +14,12 @@ from tplab.forecast.plan import AXES
 from tplab.schedules import Simulation
 from tplab.units import plain
 from tplab.widgets.layouts.words import PART_HUES
+from tplab.widgets.paper.frame import MARGIN
 from tplab.widgets.paper.legend import Key, draw_legend, legend_height
 from tplab.widgets.paper.palette import ACCENT, DIM, INK, LINE, PAPER, SOFT, hue, mix
 from tplab.widgets.paper.scene import Scene
-from tplab.widgets.schedule.still import MARGIN, charts, draw_run, lane_heights, legend
+from tplab.widgets.schedule import lanes
+from tplab.widgets.schedule.still import legend
 
 
 class Group(NamedTuple):
@@ -101,29 +103,34 @@ def _ms(seconds: float) -> str:
 
 
 def board(one: Forecast, index: int) -> tuple[dict[str, Any] | None, Mapping[str, np.ndarray]]:
-    """The data for static/gantt.js of the plan at this index: a header and its columns."""
+    """The pipeline of the plan at this index for static/layouts.js: a header and its columns."""
     run = drawn(one)
     if run is None:
         return None, {}
-    header, columns = charts([run], None, [[]], ["kind"])
-    return header | {"plan": index, "about": about(one, run), "lane": "pp"}, columns
+    header, columns = lanes.sent(_lanes(run), [run], None, legend([run], None), "pp")
+    return header | {"plan": index, "about": about(one, run)}, columns
+
+
+def _lanes(run: Simulation) -> Scene:
+    return lanes.draw([run], None, WIDTH - 2 * MARGIN, ["kind"], TALL, "pp")
 
 
 NODES, ACROSS = 16, 4
 """The most nodes that are drawn, and how many of them side by side."""
 WIDTH, CELL, HEAD = 900, 21, 15
+TALL = 300  # of a pipeline
 
 
 def pipeline(one: Forecast) -> Scene:
     run = drawn(one)
-    pen = Scene(WIDTH, 26 if run is None else 50 + one.plan.pp * (sum(lane_heights(one.plan.pp)) + 5) + 24)
+    of = None if run is None else _lanes(run)
+    pen = Scene(WIDTH, 26 if of is None else 54 + of.height)
     said = "This plan has no pipeline: pp is 1, so every rank has all layers." if run is None else about(one, run)
     for number, line in enumerate(textwrap.wrap(said, 145)):
         pen.text(MARGIN, 6 + 15 * number, line, size=11, fill=DIM, anchor="lm")
-    if run is not None:
+    if run is not None and of is not None:
         draw_legend(pen, legend([run], None), MARGIN, 38, WIDTH - 2 * MARGIN)
-        most = float(run.peak_activations.max(initial=0.0))
-        draw_run(pen, run, 54, run.makespan, most, None, "kind", "pp")
+        of.paint(pen, 0, MARGIN, 54)
     return _cut(pen)
 
 

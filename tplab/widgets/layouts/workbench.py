@@ -25,7 +25,7 @@ class Workbench(Candidates):
     _of: Any = None  # the state that `_drawn` shows
     _drawn: tuple[dict[str, Any], dict[str, Any]]
 
-    def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if "choose" in message:
             self.choose(int(message["choose"]))
         return {"answered": True}

@@ -50,7 +50,7 @@ class Lab(Card):
 
     @in_turn
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
-        answer = self._bench.answer(content, getattr(self, "colour", "kind"))
+        answer = self._bench.answer(content)
         self._take()
         self.send(answer)
 

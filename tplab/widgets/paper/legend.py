@@ -48,7 +48,7 @@ class Key(NamedTuple):
         elif self.sign == "dashed":
             dashed(sheet, x + 0.5, y + 0.5, WIDE - 1, TALL - 1, edge, 1.6)
         elif self.sign in _ACTIONS:
-            draw_action(sheet, _ACTIONS[self.sign], "", x, x + WIDE + 1, y, TALL, colour=str(self.fill or "") or None)
+            draw_action(sheet, _ACTIONS[self.sign], "", x, y, WIDE + 1, TALL, colour=str(self.fill or "") or None)
         elif self.sign in _STRIPS:
             for begin, end, fill in _STRIPS[self.sign]:
                 sheet.box(x + begin * WIDE, y, (end - begin) * WIDE, TALL, fill=fill)

@@ -43,6 +43,7 @@ class Mixed(tuple[int, int, int]):
 
     colour: str
     share: float
+    over = ""
 
 
 @cache
@@ -54,10 +55,18 @@ def mix(colour: str, share: float, paper: str = PAPER) -> Mixed:
     return mixed
 
 
+@cache
+def lighter(colour: str, share: float) -> Mixed:
+    """`share` of a colour over white, on dark paper too."""
+    mixed = Mixed(mix(colour, share))
+    mixed.colour, mixed.share, mixed.over = colour, share, f" {WHITE}"
+    return mixed
+
+
 def token(colour: Colour) -> str:
-    """The name of a colour in static/tplab.css: "c3"; "c3 26" for 26% of it over paper."""
+    """The name of a colour in static/tplab.css: "c3"; "c3 26" for 26% of it over paper, "c3 26 white" over white."""
     if isinstance(colour, Mixed):
-        return f"{_TOKENS[colour.colour]} {100 * colour.share:g}"
+        return f"{_TOKENS[colour.colour]} {100 * colour.share:g}{colour.over}"
     return WHITE if colour == WHITE else _TOKENS[str(colour)]
 
 

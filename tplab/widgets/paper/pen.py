@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from tplab.widgets.paper.action import draw_bar
 from tplab.widgets.paper.letters import one_line
 from tplab.widgets.paper.palette import INK, PAPER, Colour
 
@@ -80,6 +82,9 @@ class Pen:
             if a < b:
                 self.line([(x + a, y + height - (a - offset)), (x + b, y + height - (b - offset))], colour, 1)
             offset += 6
+
+    def bar(self, x: float, y: float, width: float, height: float, texts: Sequence[str] = (), **look: Any) -> None:
+        draw_bar(self, x, y, width, height, texts, **look)
 
     def width_of(self, text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
         return text_width(text, size, bold, mono)

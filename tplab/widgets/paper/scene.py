@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tplab.widgets.paper.action import Sheet
+from tplab.widgets.paper.frame import draw_axis
 from tplab.widgets.paper.legend import TALL, WIDE, Key, dashed
 from tplab.widgets.paper.letters import about_width, one_line
-from tplab.widgets.paper.palette import INK, Colour, token
+from tplab.widgets.paper.palette import INK, PAPER, Colour, token
 
-Rows = Sequence[tuple[str, str]]
-"""The rows of a tooltip: (what, text). A row without `what` is a heading."""
+Rows = Sequence[tuple[Any, str]]
+"""The rows of a tooltip: (what, text). A row without `what` is a heading; None goes on with the text before, which is
+shorter to send where many tooltips share parts."""
 _FINE = 20  # lengths are sent in twentieths of a pixel
 _PLACE = {"text": 2, "line": 0, "area": 0, "curve": 0}  # how many numbers give the place of a part, if not four
+COLOURS = ("fill", "edge", "colour", "other", "small", "ink")
 _LARGER = 1.05  # letters in the browser, where most fonts are narrower than in a still picture
 
 
@@ -30,7 +33,7 @@ Curve = Sequence[float]
 class Mark(NamedTuple):
     """Something that can be hovered over: the rows of its tooltip, and the widget's number for it; -1: none."""
 
-    rows: tuple[tuple[str, str], ...] = ()
+    rows: tuple[tuple[Any, str], ...] = ()
     key: int = -1
 
 
@@ -43,6 +46,16 @@ class When(NamedTuple):
     def share(self, position: float) -> float:
         """The share of it that has passed, from 0 to 1."""
         return 1.0 if math.isinf(self.begin) else (position - self.begin) / (self.end - self.begin)
+
+
+class Time(NamedTuple):
+    """The time that a scene shows, and the room beside it in pixels. Painters scale what is drawn `in_time`."""
+
+    begin: float
+    end: float
+    left: float
+    right: float
+    unit: str
 
 
 class Part(NamedTuple):
@@ -63,18 +76,20 @@ class Scene:
     """A sheet of `width` x `height` pixels for pictures that have a playhead.
 
     Everything drawn inside `during` is visible only at some of its positions, inside `along` it moves meanwhile, and
-    inside `about` it has a tooltip. `paint` draws the picture at one position on another sheet.
+    inside `about` it has a tooltip. Inside `in_time`, x and widths are in units of `time`, and the page may show a part
+    of it. `paint` draws the picture at one position on another sheet.
     """
 
-    def __init__(self, width: float, height: float, label: str = ""):
-        self.width, self.height, self.label = width, height, label
+    def __init__(self, width: float, height: float, label: str = "", time: Time | None = None):
+        self.width, self.height, self.label, self.time = width, height, label, time
+        self.axes: list[float] = []  # the lower ends of lanes, with times under them
         self.narrow: Scene | None = None  # painted instead if there is little room
         self.paths, self.looks, self.texts, self.hints = Once(), Once(), Once(), Once()
         self._lengths = array("d")  # of each part: x, y, width, height, and when it is visible
         self._codes = array("q")  # its look, text, path and mark, and where its points end
         self._points = array("d")
         self.keys, self.rows, self.ends = array("q"), array("q"), array("q", [0])  # of marks
-        self._when, self._path, self._mark = When(), -1, -1
+        self._when, self._path, self._mark, self._timed = When(), -1, -1, False
 
     @property
     def lengths(self) -> np.ndarray:
@@ -115,6 +130,12 @@ class Scene:
         self._when = before
 
     @contextmanager
+    def in_time(self) -> Iterator[None]:
+        self._timed = True
+        yield
+        self._timed = False
+
+    @contextmanager
     def about(self, rows: Rows, key: int = -1) -> Iterator[None]:
         before, self._mark = self._mark, len(self.keys)
         self.keys.append(key)
@@ -130,27 +151,45 @@ class Scene:
         yield
         self._path = before
 
-    def _add(self, method: str, place: Sequence[float], points: Any = (), text: str = "", **look: Any) -> None:
+    def _look(self, method: str, look: Mapping[str, Any]) -> int:
         said = tuple([(name, value) for name, value in look.items() if value])
+        return self.looks((method, said + (("timed", True),) * self._timed))
+
+    def _add(self, method: str, place: Sequence[float], points: Any = (), text: str = "", **look: Any) -> None:
         self._points.extend([length for point in points for length in point])
         self._lengths.extend((*place, 0, 0, 0, 0)[:4] + self._when)
         code = self.texts(text) if text else -1
-        self._codes.extend((self.looks((method, said)), code, self._path, self._mark, len(self._points) // 2))
+        self._codes.extend((self._look(method, look), code, self._path, self._mark, len(self._points) // 2))
+
+    def _add_many(self, places: np.ndarray, *codes: Any, spans: np.ndarray | None = None) -> None:
+        """Parts at these places [n, 4], each with its codes: look, text, path and mark."""
+        when = np.broadcast_to(self._when if spans is None else spans, (len(places), 2))
+        self._lengths.frombytes(np.hstack([places, when]).astype(float).tobytes())
+        every = np.broadcast_arrays(*codes, np.full(len(places), len(self._points) // 2))
+        self._codes.frombytes(np.stack(every, 1).astype(np.int64).tobytes())
+
+    def marks_of(self, keys: Sequence[int]) -> range:
+        """New marks with these keys, whose tooltips the page writes."""
+        self.keys.extend(keys)
+        self.ends.extend([len(self.rows)] * len(keys))
+        return range(len(self.keys) - len(keys), len(self.keys))
 
     def boxes(self, places: np.ndarray, fills: Sequence[Colour], spans: np.ndarray | None = None,
               keys: Sequence[int] = (), curves: Sequence[Curve] = (), **look: Any) -> None:  # fmt: skip
         """Draw many boxes [n, 4] at once, each with its fill, during its span [n, 2], along its curve, with its key."""
-        said = tuple({"line": 1, **look}.items())
-        looks = {fill: self.looks(("box", (("fill", fill), *said))) for fill in dict.fromkeys(fills)}
+        looks = {fill: self._look("box", {"fill": fill, "line": 1, **look}) for fill in dict.fromkeys(fills)}
         paths = {curve: self.paths(_cubic(curve)) for curve in dict.fromkeys(curves)}
-        marks = range(len(self.keys), len(self.keys) + len(keys)) if keys else self._mark
-        self.keys.extend(keys)
-        self.ends.extend([len(self.rows)] * len(keys))
-        when = np.broadcast_to(self._when if spans is None else spans, (len(places), 2))
-        self._lengths.frombytes(np.hstack([places, when]).astype(float).tobytes())
         path = [paths[curve] for curve in curves] or self._path
-        codes = np.broadcast_arrays([looks[fill] for fill in fills], -1, path, marks, len(self._points) // 2)
-        self._codes.frombytes(np.stack(codes, 1).astype(np.int64).tobytes())
+        marks = self.marks_of(keys) if keys else self._mark
+        self._add_many(places, [looks[fill] for fill in fills], -1, path, marks, spans=spans)
+
+    def bars(self, places: np.ndarray, looks: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], marks: Any
+             ) -> None:  # fmt: skip
+        """Draw many bars [n, 4] at once, each with its look, its texts and its mark."""
+        every = {id(look): look for look in looks}
+        codes = {number: self._look("bar", look) for number, look in every.items()}
+        said = [self.texts("\n".join(some)) if some else -1 for some in texts]
+        self._add_many(places, [codes[id(look)] for look in looks], said, -1, marks)
 
     def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
@@ -179,36 +218,64 @@ class Scene:
     def hatch(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
         self._add("hatch", (x, y, width, height), colour=colour)
 
+    def bar(self, x: float, y: float, width: float, height: float, texts: Sequence[str] = (), **look: Any) -> None:
+        """Draw what `draw_bar` does; letters are fitted into it as it is shown."""
+        self._add("bar", (x, y, width, height), text="\n".join(map(one_line, texts)), **look)
+
+    def veil(self, x: float, y: float, width: float, height: float) -> None:
+        """Make everything below it paler."""
+        self._add("box", (x, y, width, height), fill=PAPER, alpha=0.78)
+
     def width_of(self, text: str, size: float = 11, bold: bool = False, mono: bool = False) -> float:
         return _LARGER * about_width(text, size, bold, mono)
 
     def text(self, x: float, y: float, text: str, *, size: float = 11, bold: bool = False, fill: Colour = INK,
-             anchor: str = "mm", mono: bool = False) -> float:  # fmt: skip
+             anchor: str = "mm", mono: bool = False, shift: float = 0) -> float:  # fmt: skip
+        """shift: pixels to the right of x, over paper, for a text in time."""
         if text:
-            self._add("text", (x, y), text=one_line(text), size=size, bold=bold, fill=fill, anchor=anchor, mono=mono)
+            self._add("text", (x, y), text=one_line(text), size=size, bold=bold, fill=fill, anchor=anchor, mono=mono,
+                      shift=shift)  # fmt: skip
         return self.width_of(text, size, bold, mono)
 
     def paint(self, sheet: Sheet, position: float = 0, x: float = 0, y: float = 0) -> None:
         """Draw everything that is visible at this position on another sheet, with the upper left corner at (x, y)."""
-        curves, lengths = list(self.paths.found), self.lengths
+        curves, lengths, time = list(self.paths.found), self.lengths, self.time
         for part in self._parts(np.flatnonzero((lengths[:, 4] < position) & (position <= lengths[:, 5]))):
             look, is_line = dict(part.look), part.method in ("line", "curve", "arc")
-            left, top, points = x, y, part.points
+            left, top, points, place = x, y, part.points, part.place
+            if look.pop("timed", False):
+                ends = [self.across(sum(place[:1:2])), self.across(sum(place[::2]))] if place else []
+                place = (*ends[:1], *place[1:2], *(ends[1] - ends[0] for _ in place[2:3]), *place[3:])
+                points = [(self.across(moment), down) for moment, down in points]
             if part.method == "curve":
                 points = [on_curve(curves[part.path], step / 16) for step in range(17)]
             elif part.path >= 0:
                 across, down = on_curve(curves[part.path], part.when.share(position))
                 left, top = x + across, y + down
+            if shift := look.pop("shift", 0):
+                left, wide = left + shift, sheet.width_of(part.text, look["size"])
+                sheet.box(left + place[0] - wide * (shift < 0), top + place[1] - 7, wide, 14, fill=PAPER)
             if part.method == "arc":
-                points = _arc(*part.place)
+                points = _arc(*place)
             if look.pop("grows", False):
                 points = _begun(points, part.when.share(position))
             if points:
                 (sheet.line if is_line else sheet.area)([(left + a, top + b) for a, b in points], **look)
             elif not is_line:
-                text = [part.text] if part.method == "text" else []
+                text = {"text": [part.text], "bar": [part.text.split("\n")]}.get(part.method, [])
                 draw: Any = partial(dashed, sheet) if part.method == "dashed" else getattr(sheet, part.method)
-                draw(left + part.place[0], top + part.place[1], *part.place[2:], *text, **look)
+                draw(left + place[0], top + place[1], *place[2:], *text, **look)
+        if time:
+            at, long = lambda moment: x + self.across(time.begin + moment), time.end - time.begin
+            for low in self.axes:
+                draw_axis(sheet, at, long, time.unit, 8, x + self.width - time.right - 10, y + low + 9)
+
+    def across(self, moment: float) -> float:
+        """The x of a moment."""
+        time = self.time or Time(0, 1, 0, self.width - 1, "")
+        return time.left + (self.width - time.left - time.right) * (moment - time.begin) / (
+            (time.end - time.begin) or 1
+        )
 
 
 def on_curve(curve: Curve, u: float) -> tuple[float, float]:
@@ -266,9 +333,11 @@ def packed(scenes: Sequence[Scene], legend: Sequence[Key] = ()) -> tuple[dict[st
 
 
 def _table(scene: Scene, hints: Once) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    lengths, codes = scene.lengths, scene.codes
+    lengths, codes, points = scene.lengths, scene.codes, scene.points
+    timed = np.array([("timed", True) in look for _, look in scene.looks.found], bool)[codes[:, 0]]
     moments, when = np.unique(lengths[:, 4:].T.ravel(), return_inverse=True)
-    columns = {name: _fine(lengths[:, number]) for number, name in enumerate("xywh")}
+    columns = {name: _fine(lengths[:, number], timed & (name in "xw")) for number, name in enumerate("xywh")}
+    of_points = np.repeat(timed, np.diff(codes[:, 4], prepend=0))
     columns |= {
         "look": codes[:, 0],
         "text": codes[:, 1],
@@ -278,11 +347,10 @@ def _table(scene: Scene, hints: Once) -> tuple[dict[str, Any], dict[str, np.ndar
         "curves": _fine(np.array(list(scene.paths.found)).ravel()),
         "path": codes[:, 2],
         "mark": codes[:, 3],
-        "points": _fine(scene.points.ravel()),
+        "points": np.stack([_fine(points[:, 0], of_points), _fine(points[:, 1])], 1).ravel(),
         "pointing": np.append(0, codes[:, 4]),
         "key": np.array(scene.keys),
-        "rows": np.array([hints(row) for row in scene.hints.found], int)[np.array(scene.rows, int)],
-        "saying": np.array(scene.ends),
+        "rows": _by_place([hints(row) for row in scene.hints.found], scene),
     }
     header = {
         "width": scene.width,
@@ -291,16 +359,29 @@ def _table(scene: Scene, hints: Once) -> tuple[dict[str, Any], dict[str, np.ndar
         "looks": [{"is": method, **_sent(dict(look))} for method, look in scene.looks.found],
         "texts": list(scene.texts.found),
     }
+    if scene.time:
+        header["time"] = {**scene.time._asdict(), "axes": scene.axes}
     return header, columns
 
 
-def _fine(lengths: np.ndarray) -> np.ndarray:
-    return np.round(lengths * _FINE).astype(int)
+def _by_place(codes: Sequence[int], scene: Scene) -> np.ndarray:
+    """The first row of every tooltip, then the second rows, and so on, which are more alike; -1 for none."""
+    rows = np.array(codes, int)[np.array(scene.rows, int)]
+    counts, begins = np.diff(scene.ends), np.array(scene.ends[:-1], int)
+    found = np.full((counts.max(initial=0), len(counts)), -1)
+    found[np.arange(len(rows)) - np.repeat(begins, counts), np.repeat(np.arange(len(counts)), counts)] = rows
+    return found.ravel()
+
+
+def _fine(lengths: np.ndarray, timed: np.ndarray | bool = False) -> np.ndarray:
+    """Lengths as they are sent; those in time as they are."""
+    fine = np.round(lengths * _FINE).astype(int)
+    return np.where(timed, lengths, fine) if np.any(timed) else fine
 
 
 def _sent(look: Mapping[str, Any]) -> dict[str, Any]:
     """Colours by their names in the style sheet."""
-    return {name: token(value) if name in ("fill", "edge", "colour") else value for name, value in look.items()}
+    return {name: token(value) if name in COLOURS else value for name, value in look.items()}
 
 
 def spans(positions: Collection[int]) -> Iterator[tuple[float, float]]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from PIL import Image, ImageSequence
 
 from tplab.widgets.paper.apng import encode
 from tplab.widgets.paper.frame import MARGIN as TEXT_MARGIN
-from tplab.widgets.paper.frame import draw_edge, draw_head
+from tplab.widgets.paper.frame import (
+    Warned,
+    draw_edge,
+    draw_facts,
+    draw_head,
+    draw_playhead,
+    draw_said,
+    lines_said,
+)
 from tplab.widgets.paper.legend import SIZE, Key, draw_legend, legend_height
 from tplab.widgets.paper.palette import DIM, PAPER
 from tplab.widgets.paper.pen import Pen, text_width
@@ -63,6 +71,28 @@ def still(
         scene.paint(pen, position, MARGIN + x, top + y)
     for number, line in enumerate(lines):
         pen.text(MARGIN, bottom + 16 + LINE_HEIGHT * number, line, size=11.5, anchor="lm")
+    return encode([pen.image()], [0])
+
+
+def run_picture(
+    scene: Scene, title: str, about: str, badge: str, warning: str, legend: Sequence[Key],
+    facts: Iterable[tuple[str, str, str]], said: tuple[str, str, str] = ("", "", ""), time: float = 0,
+) -> bytes:  # fmt: skip
+    """Lanes over time with their figures; if something is `said` of a time, with the playhead there."""
+    width, room = scene.width + 2 * TEXT_MARGIN, scene.width
+    warned, lines = Warned(warning, width), lines_said(width, *said[:2]) if said[0] else []
+    top = 52 + warned.height + legend_height(legend, room, text_width)
+    bottom = top + scene.height
+    pen = Pen(width, bottom + 44 + (17 * len(lines) + 28 if lines else 0))
+    draw_edge(pen, pen.width, pen.height)
+    draw_head(pen, width, title, about, badge)
+    warned.draw(pen, 43)
+    draw_legend(pen, legend, TEXT_MARGIN, 51 + warned.height, room)
+    scene.paint(pen, 0, TEXT_MARGIN, top)
+    draw_facts(pen, facts, bottom + 12)
+    if lines:
+        draw_playhead(pen, TEXT_MARGIN + scene.across(time), top, top + scene.axes[-1])
+        draw_said(pen, width, bottom + 54, *said)
     return encode([pen.image()], [0])
 
 

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from tplab.widgets.paper.action import draw_bar
 from tplab.widgets.paper.letters import one_line
-from tplab.widgets.paper.palette import PAPER, Colour
+from tplab.widgets.paper.palette import HATCH, PAPER, Colour
 from tplab.widgets.paper.scene import Part, Scene
 
 _ANCHOR = {"l": "start", "m": "middle", "r": "end"}
 _MONO = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 _HATCH = (
     '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><path d="M0 0V6" stroke="currentColor" stroke-width="1.6"/></pattern></defs>'
+    f'patternTransform="rotate(45)"><path d="M0 0V6" stroke="{HATCH}" stroke-width="1.6"/></pattern></defs>'
 )
 
 
@@ -24,7 +25,9 @@ def svg(scene: Scene, title: str) -> str:
     font = 'font-family="Inter, system-ui, DejaVu Sans, sans-serif"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} {font}>'
     ground = f'<rect width="{scene.width:g}" height="{scene.height:g}" fill="{PAPER}"/>'
-    drawn = [_element(part, dict(part.look)) for part in scene.parts]
+    flat = Scene(scene.width, scene.height)
+    scene.paint(flat)
+    drawn = [_element(part, dict(part.look)) for part in flat.parts]
     return "\n".join([head, f"<title>{escape(one_line(title))}</title>", _HATCH, ground, *drawn, "</svg>\n"])
 
 
@@ -43,9 +46,13 @@ def _element(part: Part, look: Mapping[str, Any]) -> str:
             f'text-anchor="{_ANCHOR[look["anchor"][0]]}" dominant-baseline="central">{escape(part.text)}</text>'
         )
     x, y, width, height = part.place
+    if part.method == "bar":
+        boxes = Scene(0, 0)
+        draw_bar(boxes, x, y, width, height, part.text.split("\n"), **look)
+        return "".join(_element(box, dict(box.look)) for box in boxes.parts)
     where = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"'
     if part.method == "hatch":
-        return f'<rect {where} fill="url(#idle)" color="{_colour(look["colour"])}"/>'
+        return f'<rect {where} fill="url(#idle)"/>'
     corners = f' rx="{look["radius"]:g}"' if look.get("radius") else ""
     return f"<rect {where}{corners} {fill}{f' {stroke}' if look.get('edge') else ''}/>"
 

@@ -156,7 +156,7 @@ class Bench(ABC):
         problems."""
 
     @abstractmethod
-    def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the browser, which asks for something, or whether its settings have arrived. Every message gets an
         answer, so the browser knows that Python is running."""
 
@@ -178,13 +178,13 @@ class Bench(ABC):
     def reply(self, question: str) -> tuple[str, bytes]:
         """Answer what a widget in the browser asks its kernel.
 
-        question   {"settings": state of the controls, "message": the request, "colour": what the colours mean}
+        question   {"settings": state of the controls, "message": the request}
         ->         {"traits": what the widget must show, "answer": the answer to the message}, and the board, which is
                    empty if it has not changed
         """
         asked = json.loads(question)
         self.ask(asked["settings"])
-        answer, board = self.answer(asked["message"], asked.get("colour", "kind")), self.board()
+        answer, board = self.answer(asked["message"]), self.board()
         changed = board if board != self._sent else b""
         self._sent = board
         return json.dumps({"traits": self.traits(), "answer": answer}), changed

@@ -1,6 +1,6 @@
 """A trace of an executed pipeline schedule over its prediction: when each action ran, and when it was predicted.
 
-`now(over, step)` is the picture at one moment; static/overlay.js draws it.
+`now(over, step)` is the state at one moment; `drawn(over, width)` draws all of it, as a scene over time.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from tplab.mesh import Axis
 from tplab.schedules import Comparison, Simulation, compare
 from tplab.schedules.action import in_words
 from tplab.trace.trace import Trace
-from tplab.units import plain, time_text
-from tplab.widgets.paper.frame import rests
+from tplab.units import counted, plain, time_text
+from tplab.widgets.paper.action import draw_action
+from tplab.widgets.paper.frame import MARGIN, rests
+from tplab.widgets.paper.lanes import TOP, draw_lane, lanes
 from tplab.widgets.paper.legend import IDLE, OTHER_WORK, Key, actions
-from tplab.widgets.paper.palette import KINDS, PAPER
-from tplab.widgets.paper.scene import packed
+from tplab.widgets.paper.palette import HATCH, KINDS, PAPER, WORK, mix
+from tplab.widgets.paper.scene import Scene, packed
 from tplab.widgets.paper.shown import a
+from tplab.widgets.paper.still import run_picture
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact, paper_name
-from tplab.widgets.schedule.still import actions_of
+from tplab.widgets.schedule.lanes import half
 from tplab.widgets.score import words
 from tplab.widgets.score.names import name_of
+
+WIDTH = 860
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +39,8 @@ class Overlay:
 
     times     times[k] is the k-th distinct moment at which some action ends; the last one is the end of both. The
               playhead is a position in these
-    actions   one row per action, in the order of the schedule's columns: rank (the row of the schedule), kind, stage,
-              microbatch, joined; start, end and busy as executed; due_start and due_end as predicted
+    actions   one row per action, in the order of the schedule's columns: rank (the row of the schedule), kind; start,
+              end and busy as executed; due_start and due_end as predicted
     others    other computations of the ranks in that time: rank, op (an index into `ops`), start, end
     """
 
@@ -110,7 +115,8 @@ def overlay(
     run, schedule = beside.predicted, beside.predicted.schedule
     begin = float(run.start.min())
     actions = {
-        **actions_of(schedule),
+        "rank": schedule.rank,
+        "kind": schedule.kind,
         "start": beside.start,
         "end": beside.end,
         "busy": beside.busy,
@@ -240,31 +246,75 @@ def _few(texts: list[str]) -> str:
     return ", ".join(texts[:3]) + (", …" if len(texts) > 3 else "")
 
 
+def drawn(over: Overlay, width: float) -> Scene:
+    """One lane for each rank: its actions as executed, with its other work, and as predicted below."""
+    schedule, last, makespan = over.predicted.schedule, float(over.times[-1]), over.comparison.makespan
+    heights = (22, 13, 9), (13, 7, 5), (6, 3, 2)  # of executed and of predicted bars, and of the gap after them
+    work, due, gap = heights[0 if schedule.num_ranks <= 8 else 1 if schedule.num_ranks <= 16 else 2]
+    pitch = work + due + gap
+    bottom, unit, ranks = TOP + schedule.num_ranks * pitch, over.trace.unit, over.comparison.ranks
+    label = f"timeline of {title(over)} on {counted(schedule.num_ranks, 'rank')}: {about(over)}"
+    sheet = lanes(width, bottom + 20, label, 0, last, 8, schedule.num_ranks, unit)
+    slots, near = max(1, int(schedule.slot.max(initial=0))), over.tolerance
+
+    def span(start: float, end: float) -> str:
+        return f"{time_text(start, unit, last)} to {time_text(end, unit, last)}, {time_text(end - start, unit)}"
+
+    def late(by: float, verb: str) -> str:
+        how = f"{time_text(abs(by), unit)} {'later' if by > 0 else 'earlier'}"
+        return f"{verb} on time" if abs(by) <= near else f"{verb} {how}"
+
+    for row, rank in enumerate(ranks):
+        draw_lane(sheet, row, rank, TOP + row * pitch, pitch, work + due, last, 0)
+        with sheet.in_time():  # there are no waits after the end of the batch
+            sheet.hatch(0, TOP + row * pitch, makespan, work, HATCH)
+    for lane, op, start, end in zip(*(over.others[name].tolist() for name in ("rank", "op", "start", "end"))):
+        says = f"rank {ranks[lane]}: {name_of(over.ops[op])}, no action of the schedule"
+        with sheet.in_time(), sheet.about([("", says), (over.word, span(start, end))]):
+            sheet.bar(start, TOP + lane * pitch, end - start, work, fill=mix(WORK, 0.42))
+    columns = [over.actions[name].tolist() for name in ("start", "end", "busy", "due_start", "due_end")]
+    for index, (start, end, busy, due_start, due_end) in enumerate(zip(*columns)):
+        action, kind, y = schedule.action(index), int(schedule.kind[index]), TOP + int(schedule.rank[index]) * pitch
+        rows = [
+            ("", f"{action.label} of stage {action.stage}, rank {ranks[int(schedule.rank[index])]}"),
+            (over.word, span(start, end)),
+            ("predicted", span(due_start, due_end)),
+            ("difference", f"{late(start - due_start, 'starts')}, {late(end - due_end, 'ends')}"),
+        ]
+        rows += [("of it", f"{time_text(end - start - busy, unit)} waiting")] if end - start - busy > near else []
+        with sheet.in_time(), sheet.about(rows, key=index):
+            tier = schedule.slot[index] / slots
+            draw_action(sheet, kind, action.label, start, y, end - start, work, tier)
+            top, height = half(schedule, index, y + work + 1, due - 1)
+            draw_action(sheet, kind, action.label, due_start, top, due_end - due_start, height, outlined=True)
+    sheet.axes.append(bottom)
+    return sheet
+
+
+def picture(over: Overlay, position: float = 0) -> bytes:
+    """A PNG, with the playhead unless it is at the start."""
+    moment, warning = now(over, position), words.warning(over.trace)
+    heading = title(over), about(over), words.clock(over.trace), warning
+    said = say(over, moment) if position else ("", "", "")
+    return run_picture(drawn(over, WIDTH - 2 * MARGIN), *heading, legend(over), facts(over), said, moment.time)
+
+
 def sent(of: Overlay) -> bytes:
-    """For `timeline` over a prediction: when everything ran, and when it was predicted; static/overlay.js reads it."""
-    schedule = of.predicted.schedule
-    keys, drawn = packed([], legend(of))
-    header = {
-        **keys,
-        "overlay": True,
+    """For `timeline` over a prediction: when everything ran, and when it was predicted."""
+    header, columns = packed([drawn(of, WIDTH)], legend(of))
+    stops = np.unique([of.actions[name] for name in ("start", "end", "due_start", "due_end")])
+    header |= {
         "title": title(of),
         "about": about(of),
         "badge": words.clock(of.trace),
         "unit": of.trace.unit,
-        "ranks": schedule.num_ranks,
-        "names": list(of.comparison.ranks),
-        "word": of.word,
         "times": of.times.tolist(),
-        "ops": [name_of(op) for op in of.ops],
-        "makespan": of.comparison.makespan,
         "facts": facts(of),
+        "said": [say(of, at(of, time))[1:] for time in stops.tolist()],  # from each stop to the next
     }
-    others = {f"other_{name}": column for name, column in of.others.items()}
-    stops = np.unique([of.actions[name] for name in ("start", "end", "due_start", "due_end")])
-    header["said"] = [say(of, at(of, time))[1:] for time in stops.tolist()]  # from each stop to the next
     if of.trace.warnings:
         header["warning"] = words.warning(of.trace)
-    return pack(header, {**of.actions, **others, **drawn, "stops": stops})
+    return pack(header, {**columns, "stops": stops})
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

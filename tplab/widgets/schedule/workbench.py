@@ -211,8 +211,8 @@ class Workbench(Bench):
             return json.dumps(chrome_trace(self.run.trace))
         raise ValueError(f"export is {kind!r}; it must be one of svg, csv, perfetto")
 
-    def answer(self, message: Mapping[str, Any], colour: str = "kind") -> dict[str, Any]:
-        """The browser asks for a change by hand, or for a file. The answer to a move describes it."""
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The browser asks for a change by hand, or for a file in these colours. The answer to a move describes it."""
         if "move" in message:
             rank, index, to = map(int, message["move"])
             before = self.run.makespan
@@ -226,7 +226,7 @@ class Workbench(Bench):
             self.reset()
         elif "export" in message:
             kind = message["export"]
-            text = self.export(kind, colour)
+            text = self.export(kind, message.get("colour", "kind"))
             return {"file": f"{self.schedule.name or 'schedule'}.{_SUFFIX[kind]}", "text": text}
         return {"answered": True}
 

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from tplab.schedules.action import F
-from tplab.trace.critical_path import critical_rows
 from tplab.units import number_text
 from tplab.widgets.paper.legend import IDLE, WORKS, Key, actions
 from tplab.widgets.paper.measured import Durations
-from tplab.widgets.paper.palette import GRADIENT, HUES, KINDS, LINE, TOKENS, WORK, mix, token
+from tplab.widgets.paper.palette import GRADIENT, HUES, KINDS, LINE, WORK, mix
 from tplab.widgets.paper.scene import packed
 from tplab.widgets.paper.wire import pack
-from tplab.widgets.score import ranks, table, words
+from tplab.widgets.score import lanes, ranks, table, words
 from tplab.widgets.score.score import COMPUTE, SEND, WAIT, Score
 
 
@@ -56,25 +55,38 @@ MAX_NUMBERS = 6000  # of contents
 
 
 def picture(score: Score) -> bytes:
-    """For `animate`: the scenes of the ranks and of the table, the sentences, the holds, and the bars."""
+    """For `animate`: the scenes of the ranks, the table and the timeline, the sentences, the holds, and the bars."""
     drawings = [scene for scene in (ranks.draw(score), table.draw(score)) if scene]
-    scenes, drawn = packed(drawings, of_animation(score))
+    scenes, drawn = packed([*drawings, lanes.draw(score)], of_animation(score))
     holds = {f"hold_{name}": column for name, column in score.holds.items()}
-    kept = _contents(score, holds)
-    columns = {**_bars(score), **drawn, **holds, "sets": _bits(score.sets, score.trace.mesh.size)}
-    return pack({**_about(score), **scenes, "values": kept}, columns)
+    header = {
+        **_about(score),
+        **scenes,
+        "values": _contents(score, holds),
+        "ranks": score.trace.mesh.size,
+        "items": [[item.name, item.origin, item.text, item.op, item.pools] for item in score.items],
+        "ops": score.op_names,
+        "groups": score.groups,
+        "parts": score.parts,
+        "where": score.trace.codes("where")[0],
+        "tells_past": score.tells_past,
+        "shapes": _tensors(score)[0],
+    }
+    bars = {
+        name: score.bars[name]
+        for name in ("rank", "kind", "op", "start", "end", "item", "peer", "bytes", "group", "flow")
+    }
+    bars |= {"place": score.trace.codes("where")[1][score.bars["row"]], "shape": _tensors(score)[1]}
+    return pack(header, {**bars, **drawn, **holds, "sets": _bits(score.sets, score.trace.mesh.size)})
 
 
-def lanes(score: Score, measured: Durations | None = None, by_kind: bool = False) -> bytes:
-    """For `timeline`: the bars with everything known about them, and which of them are on the critical path. by_kind:
-    whether collectives are coloured by their effect."""
-    measured, critical, busy = measured or Durations(), _critical_bars(score), words.busy(score)
-    legend, drawn = packed([], of_timeline(score, measured))
-    flops = score.trace.column("flops")[score.bars["row"]].astype(float)
-    said = {"facts": words.facts(score, critical), "busy": busy.tolist() if score.computes else None}
-    header = {**_about(score), **legend, **said}
-    header |= {"measured": measured.rows, "by": measured.by} if measured.rows else {}
-    return pack(header, {**_bars(score, by_kind), **drawn, "flops": flops, "critical": critical})
+def timeline(score: Score, measured: Durations | None = None, by_kind: bool = False) -> bytes:
+    """For `timeline`: its scene, and its figures. by_kind: whether collectives are coloured by their effect."""
+    measured = measured or Durations()
+    scenes, drawn = packed([lanes.draw(score, lanes.WIDTH, by_kind, measured)], of_timeline(score, measured))
+    critical = lanes.critical_bars(score)
+    more = {"facts": words.facts(score, np.array(critical, int)), "has_path": bool(critical)}
+    return pack({**_about(score), **scenes, **more}, drawn)
 
 
 def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
@@ -90,14 +102,6 @@ def _tensors(score: Score) -> tuple[list[str], np.ndarray]:
     return list(texts), np.array(written, np.int32)
 
 
-def _critical_bars(score: Score) -> np.ndarray:
-    """The bars of the critical path, in order. A receive has no bar."""
-    bar_of = np.full(len(score.trace), -1, np.int32)
-    bar_of[score.bars["row"]] = np.arange(len(score.bars["row"]))
-    bars = bar_of[critical_rows(score.trace)]
-    return bars[bars >= 0]
-
-
 def _about(score: Score) -> dict[str, Any]:
     trace = score.trace
     warned = {"warning": words.warning(trace)} if trace.warnings else {}
@@ -106,44 +110,9 @@ def _about(score: Score) -> dict[str, Any]:
         "about": words.about(score),
         "badge": words.clock(trace),
         "unit": trace.unit,
-        "ranks": trace.mesh.size,
         "times": score.times.tolist(),
         "sentences": words.sentences(score),
-        "items": [[item.name, item.origin, item.text, item.op, item.pools] for item in score.items],
-        "ops": score.op_names,
-        "tints": TOKENS,
-        "groups": score.groups,
-        "parts": score.parts,
-        "where": trace.codes("where")[0],
-        "phases": score.passes[0],
-        "axes": [
-            axis if axis and {*axis.split(",")} <= {*trace.mesh.axis_names} else "" for axis in trace.codes("axis")[0]
-        ],
-        "reductions": trace.codes("reduction")[0],
-        **({"types": trace.codes("types")[0]} if _has_types(score) else {}),
-        "computes": score.computes,
-        "pipeline": score.is_pipeline,
-        "tells_past": score.tells_past,
-        "shapes": _tensors(score)[0],
     }
-
-
-def _bars(score: Score, by_kind: bool = False) -> dict[str, np.ndarray]:
-    names = ("rank", "kind", "op", "start", "end", "item", "peer", "bytes", "group", "flow")
-    rows = score.bars["row"]
-    named = {name: score.trace.codes(of)[1][rows] for name, of in _CODES.items()}
-    tint = np.array([TOKENS.index(token(colour)) for colour in score.colours(by_kind)], int)
-    named |= {"phase": score.passes[1], "action": score.actions, "tint": tint}
-    named |= {"type": score.trace.codes("types")[1][rows]} if _has_types(score) else {}
-    return {name: score.bars[name] for name in names} | named | {"shape": _tensors(score)[1]}
-
-
-def _has_types(score: Score) -> bool:
-    return any(score.trace.codes("types")[0])
-
-
-_CODES = {"place": "where", "axis": "axis", "reduction": "reduction"}
-"""Columns of bars that are indices into a table of the header -> the trace's column that each is taken from."""
 
 
 def _contents(score: Score, holds: dict[str, np.ndarray]) -> list[str]:

@@ -59,7 +59,7 @@ async function render({ model, el: host }) {
   drawLegend(root, score);
   const two = el("div.tpl-two");
   root.append(two);
-  const scenes = Array.from({ length: score.scenes }, (_, number) => {
+  const scenes = Array.from({ length: score.scenes - 1 }, (_, number) => { // the last one is the timeline
     const { width, height } = score.tables[number], largest = number ? 1 : Math.min(1.15, Math.max(1, 430 / width)); // a picture of few ranks may be larger
     const box = el("div.tpl-scene", { style: `flex:${number ? `0 1 ${width}` : `1 1 ${0.78 * width}`}px;--most:${largest * width}px;--shape:${width / height}` });
     two.append(box);
@@ -67,7 +67,7 @@ async function render({ model, el: host }) {
   });
   const draw = () => scenes.forEach((scene) => scene.draw(now.time));
   let player = null;
-  const lanes = new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(score, time)) });
+  const lanes = new Lanes(root, root, score, score.scenes - 1, { hint: tip, hasVeil: true, seek: (time) => player.seek(positionAt(score, time)) });
   player = new Player(root, model, {
     steps: numSteps(score),
     show(position) {

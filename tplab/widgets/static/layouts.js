@@ -2,7 +2,7 @@
 import { card, el, hint, live, onKeys, tool } from "./shell.js";
 import { plain } from "./units.js";
 import { unpack } from "./wire.js";
-import { GanttChart } from "./gantt.js";
+import { Gantt } from "./gantt.js";
 import { NodesView, nodesLegend } from "./nodes.js";
 import { Scene, drawLegend } from "./scene.js";
 import { Tasks } from "./tasks.js";
@@ -16,7 +16,7 @@ const HELP = {
   nodes: "Hover over a GPU to see its groups, or go from one to another with the arrow keys.",
 };
 const VIEWS = [["plans", "time and memory"], ["pipeline", "pipeline"], ["nodes", "nodes"]];
-const VIEW_TALL = 300; // of the pipeline and of the nodes
+const VIEW_TALL = 300; // of the nodes
 const CONTROLS = [["model", "model"], ["cluster", "cluster"], ["gpus", "GPUs"], ["batch", "sequences per step"],
   ["sequence", "tokens each"], ["stack", "software"]];
 
@@ -83,9 +83,7 @@ async function render({ model, el: host }) {
   const where = el("p.tpl-layouthead");
   const tasks = new Tasks(model, (changes) => ask(changes));
   root.append(says, where, note, bar, tasks.box);
-  const tip = hint(root), chart = new GanttChart(root, schedule, { hint: tip, seek: () => {}, pick: () => {} });
-  chart.head.hidden = true; // nothing plays here
-  const gpus = new NodesView(mesh, tip);
+  const tip = hint(root), gpus = new NodesView(mesh, tip);
   const isKnown = (index) => board.place.has(index), of = (column, index) => column[board.place.get(index)];
   let scenes = [];
 
@@ -188,12 +186,13 @@ async function render({ model, el: host }) {
   function drawPipeline(chosen) {
     const run = board.pipeline?.plan === chosen ? { ...board.pipeline } : null, prefix = "pipeline.";
     if (run) for (const name of Object.keys(board.columns)) if (name.startsWith(prefix)) run[name.slice(prefix.length)] = board[name];
-    chart.box.hidden = !run;
+    schedule.replaceChildren();
     aboutView.textContent = run ? run.about : board.axes[chosen][0] === 1 ? "This plan has no pipeline: pp is 1, so every rank has all layers."
       : `Python simulates the pipeline of this plan${model.isStill ? ", and there is none on this page" : " …"}.`;
     clearLegend();
-    if (run) drawLegend(root, { ...run, legend: run.legends.kind }, "", legend);
-    if (run) chart.set({ ...run, tall: VIEW_TALL });
+    if (!run) return;
+    drawLegend(root, run, "", legend);
+    new Gantt(root, schedule, run, { hint: tip, seek() {} }).head.hidden = true; // nothing plays here
   }
   function see(view) {
     model.set("view", view);

@@ -3,7 +3,7 @@ import { card, el, hint, live, onKeys, toggle, tool } from "./shell.js";
 import { plain, timeText } from "./units.js";
 import { unpack } from "./wire.js";
 import { Player } from "./player.js";
-import { GanttChart, inWords } from "./gantt.js";
+import { Gantt } from "./gantt.js";
 import { drawLegend } from "./scene.js";
 import { numSteps, positionAt, timeAt } from "./score.js";
 import { Tasks } from "./tasks.js";
@@ -97,8 +97,6 @@ function save(name, text) {
   link.remove();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
-
-const COLOURS = ["kind", "microbatch", "stage"];
 
 async function render({ model, el: host }) {
   const isLab = model.get("settings") !== undefined, isAlive = isLab && !model.isStill;
@@ -200,23 +198,24 @@ async function render({ model, el: host }) {
     paste.hidden = !on;
     if (on) pasted.focus();
   });
-  const files = ["svg", "csv", "perfetto"].map((kind) => tool(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind })));
+  const files = ["svg", "csv", "perfetto"].map((kind) => tool(kind === "perfetto" ? "Perfetto" : kind.toUpperCase(), `save as ${kind}`, () => send({ export: kind, colour: shown })));
   const legend = el("div");
+  let shown = "kind"; // what the colours mean
   const showLegend = () => {
     legend.replaceChildren();
-    drawLegend(root, { ...board, legend: board.legends[chart.by] }, "", legend);
+    drawLegend(root, { ...board, legend: board.legends[shown] }, "", legend);
   };
   const choice = el("span.tpl-choice", { role: "group", "aria-label": "colour by" }, el("span", {}, "colour by"),
-    ...COLOURS.map((by) => tool(by, `colour by ${by}`, () => {
+    ...Object.keys(board.legends).map((by) => tool(by, `colour by ${by}`, () => {
       colourBy(by);
       model.set("colour", by);
       model.save_changes();
     })));
   const colourBy = (by) => {
-    chart.by = by;
+    shown = by;
     for (const node of choice.querySelectorAll("button")) node.setAttribute("aria-pressed", node.textContent === by);
     showLegend();
-    chart.draw();
+    chart.colour(by);
   };
   root.append(legend, el("div.tpl-tools", {}, choice,
     el("span.tpl-space"), ...(isAlive ? [earlier, later, undo, reset, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
@@ -225,12 +224,12 @@ async function render({ model, el: host }) {
   const note = el("p.tpl-notice", { role: "status" }), bar = el("progress.tpl-progress", { max: 1, "aria-label": "loading", hidden: "" });
   note.hidden = !isLab;
   let player = null;
-  const chart = new GanttChart(root, root, {
+  const chart = new Gantt(root, root, board, {
     hint: tip,
     seek: (time) => player.seek(positionAt(board, time)),
     pick: (row) => {
       earlier.disabled = later.disabled = row === null;
-      if (row !== null) note.textContent = `chosen: ${inWords(chart.runs[0], row)}, rank ${chart.runs[0].rank[row]}`;
+      if (row !== null) note.textContent = `chosen: ${chart.runs[0].names[row]}, rank ${chart.runs[0].rank[row]}`;
     },
     drop: (rank, index, to) => send({ move: [rank, index, to] }),
   });
@@ -243,11 +242,11 @@ async function render({ model, el: host }) {
     root.querySelector("header b").textContent = board.title;
     root.querySelector(".tpl-about").textContent = board.about;
     root.setAttribute("aria-label", `pipeline schedule ${board.title}`);
-    chart.set(board);
+    chart.load(board, 0);
+    chart.draw();
     if (chart.editing) chart.keepChosen();
     if (did) tellNotice();
     showLegend();
-    if (chart.critical) chart.showCritical(true);
     figures.replaceChildren(...board.runs.map((run) => el("div.tpl-facts", {},
       board.runs.length > 1 ? el("div.tpl-of", {}, run.name) : null,
       ...run.facts.map(([name, figure, more]) => el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), el("span", {}, ` ${more}`))))));

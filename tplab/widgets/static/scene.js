@@ -1,12 +1,13 @@
 // Paints the pictures recorded by widgets/paper/scene.py on a canvas, and finds what is under the pointer.
-import { colours, el } from "./shell.js";
-import { LETTERS, hatch, shape } from "./canvas.js";
+import { colours, el, saying } from "./shell.js";
 
 const FINE = 20;
+const LETTERS = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace';
+const SMALL = 9.5; // of letters
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
 const READ = 300; // the most things that are listed for screen readers, after their number
 const RESTS = 250; // milliseconds without a new frame
-const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows", "saying"];
+const COLUMNS = ["x", "y", "w", "h", "look", "text", "moments", "begin", "end", "curves", "path", "mark", "points", "pointing", "key", "rows"];
 
 // The legend, in a line that wraps; at its end a note, or controls. `live` repaints it.
 export function drawLegend(root, data, end = "", host = root) {
@@ -29,35 +30,56 @@ export class Scene {
   // moves; press(key): called for a click on something with a key. about(key): the tooltip of something for which
   // Python has not written one; null: none. reads(key): whether it is listed for screen readers. cursor: whether a line
   // follows the pointer. largest: the largest scale, relative to the still picture.
-  constructor(root, host, data, number, { over, press, about, reads = () => true, cursor, largest = 1 }) {
+  constructor(root, host, data, number, more) {
+    Object.assign(this, { reads: () => true, largest: 1 }, more, { root, host });
+    this.canvas = el("canvas", number < data.scenes ? { role: "img" } : {});
+    this.line = el("div.tpl-cursor", { hidden: "" });
+    this.list = el("ul.tpl-read");
+    host.append(this.canvas, ...(this.cursor ? [this.line] : []), ...(number < data.scenes && !data.tables[number].time ? [this.list] : []));
+    this.load(data, number);
+    this.listen();
+  }
+
+  load(data, number) {
     const table = (place) => {
       const found = { ...data.tables[place], ...Object.fromEntries(COLUMNS.map((name) => [name, data[`${name}${place}`]])) };
       for (const name of ["begin", "end"]) found[name] = Float64Array.from(found[name], (at) => found.moments[at]);
       found.moves = found.path.some((path, part) => path >= 0 && found.looks[found.look[part]].is !== "curve") || found.looks.some((look) => look.grows);
       return found;
     };
-    Object.assign(this, { root, host, over, about, reads, largest, hints: data.hints });
+    this.hints = data.hints;
     this.tables = [table(number), table(data.tables[number].narrow)];
-    this.canvas = el("canvas", number < data.scenes ? { role: "img", "aria-label": data.tables[number].label } : {});
-    this.cursor = el("div.tpl-cursor", { hidden: "" });
-    this.list = el("ul.tpl-read", { "aria-label": data.tables[number].label });
-    host.append(this.canvas, ...(cursor ? [this.cursor] : []), ...(number < data.scenes ? [this.list] : []));
-    this.choose();
-    this.canvas.addEventListener("pointermove", (event) => {
+    for (const node of number < data.scenes ? [this.canvas, this.list] : []) node.setAttribute("aria-label", data.tables[number].label);
+    this.fit();
+  }
+
+  listen() {
+    const { canvas, press } = this;
+    canvas.addEventListener("pointermove", (event) => {
       const part = this.under(event), key = this.keyOf(part);
-      this.canvas.style.cursor = press && key !== null ? "pointer" : "";
+      canvas.style.cursor = press && key !== null ? "pointer" : "";
       this.pointed = part;
       this.show(event, part, key);
     });
-    this.canvas.addEventListener("pointerleave", () => this.leave());
-    this.canvas.addEventListener("click", (event) => {
+    canvas.addEventListener("pointerleave", () => this.leave());
+    canvas.addEventListener("click", (event) => {
       const key = this.keyOf(this.under(event));
       if (key !== null) press?.(key);
     });
   }
 
+  // [x, y, width, height] of something, in pixels.
+  place(part) {
+    const { x, y, w, h } = this.table;
+    return [x[part] / FINE, y[part] / FINE, w[part] / FINE, h[part] / FINE];
+  }
+
+  across(x) {
+    return x / FINE;
+  }
+
   // The layout that fits.
-  choose() {
+  fit() {
     const [wide, narrow] = this.tables, full = this.host.clientWidth;
     const table = full && full < 0.66 * wide.width ? narrow : wide, { width, height } = table;
     if (table === this.table) return;
@@ -66,15 +88,15 @@ export class Scene {
   }
 
   show(event, part, key = null) {
-    const { table, cursor, canvas } = this, { left, width } = canvas.getBoundingClientRect(), scale = width / table.width / FINE;
-    cursor.hidden = part < 0;
-    if (part >= 0) Object.assign(cursor.style, { left: `${event.clientX - left}px`, top: `${table.y[part] * scale}px`, height: `${table.h[part] * scale}px` });
+    const { table, line, canvas } = this, { left, width } = canvas.getBoundingClientRect(), scale = width / table.width / FINE;
+    line.hidden = part < 0;
+    if (part >= 0) Object.assign(line.style, { left: `${event.clientX - left}px`, top: `${table.y[part] * scale}px`, height: `${table.h[part] * scale}px` });
     this.over(event, part < 0 ? null : this.rowsOf(part), key);
   }
 
   leave() {
     this.pointed = -1;
-    this.cursor.hidden = true;
+    this.line.hidden = true;
     this.over(null, null, null);
   }
 
@@ -89,10 +111,10 @@ export class Scene {
     return this.rowsOf(this.pointed);
   }
 
-  rowsOf(part) {
-    const { rows, saying, mark } = this.table, key = this.keyOf(part);
-    if (this.about && key !== null) return this.about(key);
-    return [...rows.subarray(saying[mark[part]], saying[mark[part] + 1])].map((row) => this.hints[row]);
+  rowsOf(part, time) {
+    const { rows, mark, key: { length } } = this.table, key = this.keyOf(part);
+    if (this.about && key !== null) return this.about(key, time);
+    return [...rows.filter((row, at) => row >= 0 && at % length === mark[part])].map((row) => this.hints[row]);
   }
 
   keyOf(part) {
@@ -133,7 +155,7 @@ export class Scene {
   }
 
   draw(position) {
-    this.choose();
+    this.fit();
     const { canvas, table } = this, full = canvas.clientWidth;
     this.position = position;
     clearTimeout(this.resting);
@@ -147,7 +169,7 @@ export class Scene {
     canvas.width = Math.round(table.width * ratio);
     canvas.height = Math.round(table.height * ratio);
     pen.textBaseline = "middle";
-    const paint = colours(this.root), looks = table.looks.map((look) => this.coloured(look, paint, pen, ratio));
+    const looks = this.looks(pen, ratio);
     for (let part = 0; part < table.look.length; part++) {
       if (!this.isThere(part)) continue;
       const look = looks[table.look[part]], [left, top] = table.path[part] < 0 || look.is === "curve" ? [0, 0] : this.onCurve(part);
@@ -156,15 +178,20 @@ export class Scene {
     }
   }
 
-  // A look with the colours of the theme.
+  // The looks with the colours of the theme.
+  looks(pen, ratio) {
+    this.colours = colours(this.root);
+    return this.table.looks.map((look) => this.coloured(look, this.colours, pen, ratio));
+  }
+
   coloured(look, paint, pen, ratio) {
     const found = (colour) => {
-      const [name, share] = colour.split(" "), full = name === "white" ? "#ffffff" : paint.read(name);
-      return share ? paint.mix(full, share / 100) : full;
+      const [name, share, over] = colour.split(" "), full = name === "white" ? "#ffffff" : paint.read(name);
+      return share ? (over ? paint.lighter : paint.mix)(full, share / 100) : full;
     };
     const result = { ...look };
-    for (const name of ["fill", "edge", "colour"]) if (look[name]) result[name] = found(look[name]);
-    const thin = look.is === "text" ? "fill" : "colour"; // lines and letters
+    for (const name of ["fill", "edge", "colour", "other", "small", "ink"]) if (look[name]) result[name] = found(look[name]);
+    const thin = look.thin ? "edge" : look.is === "text" ? "fill" : "colour"; // lines and letters
     if (look.is === "hatch") result.colour = hatch(pen, result.colour, ratio);
     else if (look[thin]?.match(/^(c\d|kf)$/)) result[thin] = paint.onPaper(result[thin]);
     if (look.is === "text") result.font = `${look.bold ? 650 : 400} ${LARGER * look.size}px ${look.mono ? LETTERS : paint.font}`;
@@ -188,15 +215,24 @@ export class Scene {
     return [0, 1].map((axis) => weights.reduce((sum, weight, point) => sum + weight * curve[2 * point + axis], 0));
   }
 
-  paint(pen, part, { is, fill, edge, colour, radius = 0, line = 1, font, anchor, grows }) {
-    const { x: xs, y: ys, w, h, text, texts, points, pointing } = this.table;
-    const x = xs[part] / FINE, y = ys[part] / FINE, width = w[part] / FINE, height = h[part] / FINE;
+  paint(pen, part, look) {
+    const { text, texts, points, pointing } = this.table, [x, y, width, height] = this.place(part);
+    const { is, fill, edge, colour, radius = 0, line = 1, font, anchor, grows, timed, shift, alpha = 1 } = look;
     pen.lineWidth = line;
+    pen.globalAlpha = alpha;
     if (is === "text") {
       pen.font = font;
       pen.fillStyle = fill;
       pen.textAlign = { l: "left", m: "center", r: "right" }[anchor[0]];
-      pen.fillText(texts[text[part]], x, y + 0.5);
+      const words = texts[text[part]], wide = shift ? pen.measureText(words).width : 0;
+      if (shift) {
+        pen.fillStyle = this.colours.paper;
+        pen.fillRect(x + shift - (shift < 0 ? wide : 0), y - 7, wide, 14);
+        pen.fillStyle = fill;
+      }
+      pen.fillText(words, x + (shift ?? 0), y + 0.5);
+    } else if (is === "bar") {
+      this.bar(pen, [x, y, width, height], look, texts[text[part]]?.split("\n") ?? []);
     } else if (is === "hatch") {
       pen.fillStyle = colour;
       pen.fillRect(x, y, width, height);
@@ -222,8 +258,8 @@ export class Scene {
       }
       let far = 0;
       for (let at = pointing[part]; at < pointing[part + 1]; at++) {
-        const [left, top] = [points[2 * at] / FINE, points[2 * at + 1] / FINE];
-        if (at > pointing[part]) far += Math.hypot(left - points[2 * at - 2] / FINE, top - points[2 * at - 1] / FINE);
+        const [left, top] = [this.across(points[2 * at], timed), points[2 * at + 1] / FINE];
+        if (grows && at > pointing[part]) far += Math.hypot(left - points[2 * at - 2] / FINE, top - points[2 * at - 1] / FINE);
         pen.lineTo(left, top);
       }
       if (grows) pen.setLineDash([this.shareOf(part) * far, far + 1]);
@@ -231,10 +267,42 @@ export class Scene {
       pen.setLineDash([]);
     }
   }
+
+  // A bar, with the first of the texts that has room, smaller if necessary.
+  bar(pen, [x, y, wide, height], { fill, other, small, edge, dashes, ink, line = 1, size, mono, anchor = "mm" }, texts) {
+    const isLarge = wide > 5 && height > 5.5, gap = wide > 3.5 ? 0.5 : 0, left = x + gap, width = Math.max(wide - 2 * gap, 0.8);
+    if (fill) {
+      pen.fillStyle = this.colours.paper; // it covers hatching
+      pen.fillRect(x, y, wide, height);
+    }
+    shape(pen, left, y + 0.5, width, height - 1, isLarge ? 3 : 0);
+    pen.setLineDash(dashes ? [3, 2] : []);
+    pen.lineWidth = line;
+    fillAndStroke(pen, isLarge ? fill : small ?? fill, isLarge && edge);
+    pen.setLineDash([]);
+    if (other) {
+      pen.save();
+      pen.clip();
+      pen.fillStyle = other;
+      pen.fillRect(left + width / 2, y, width / 2 + 0.5, height);
+      pen.restore();
+    }
+    const [from, to] = this.visible?.(x, x + wide) ?? [x, x + wide], isLeft = anchor[0] === "l", room = to - from - (isLeft ? 8 : 1.5);
+    if (room < 4 || !texts.length) return;
+    const letters = this.letters ?? pen;
+    letters.fillStyle = ink ?? readable(other ?? fill);
+    letters.textAlign = isLeft ? "left" : "center";
+    for (const text of texts) for (const tall of text ? [size, SMALL] : []) {
+      letters.font = mono ? `600 ${tall}px ${LETTERS}` : `${tall}px ${this.colours.font}`;
+      if (letters.measureText(text).width > room) continue;
+      letters.fillText(text, isLeft ? from + 6 : (from + to) / 2, y + height / 2 + 0.5);
+      return;
+    }
+  }
 }
 
 // A tooltip in one line.
-export const hintText = (rows) => (rows ?? []).filter((row) => row && row[1] !== "").map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
+export const hintText = (rows) => saying(rows).map(([what, text]) => (what ? `${what} ${text}` : text)).join("; ");
 
 function fillAndStroke(pen, fill, edge) {
   if (fill) {
@@ -244,4 +312,33 @@ function fillAndStroke(pen, fill, edge) {
   if (!edge) return;
   pen.strokeStyle = edge;
   pen.stroke();
+}
+
+function shape(pen, x, y, width, height, radius) {
+  pen.beginPath();
+  if (radius) pen.roundRect(x, y, width, Math.max(height, 0.5), Math.min(radius, width / 2));
+  else pen.rect(x, y, width, Math.max(height, 0.5));
+}
+
+function hatch(pen, colour, ratio) {
+  const tile = document.createElement("canvas"), size = 6 * ratio;
+  tile.width = tile.height = Math.round(size);
+  const lines = tile.getContext("2d");
+  lines.strokeStyle = colour;
+  lines.lineWidth = 1.3 * ratio;
+  for (const shift of [-1, 0, 1]) {
+    lines.beginPath();
+    lines.moveTo(shift * tile.width - 1, tile.height + 1);
+    lines.lineTo((shift + 1) * tile.width + 1, -1);
+    lines.stroke();
+  }
+  const pattern = pen.createPattern(tile, "repeat");
+  pattern.setTransform?.(new DOMMatrix().scale(1 / ratio));
+  return pattern;
+}
+
+// White or nearly black, whichever is easier to read on a colour.
+function readable(colour) {
+  const [r, g, b] = colour.match(/\d+/g).map((part) => (part / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.19 ? "#10151f" : "#ffffff";
 }

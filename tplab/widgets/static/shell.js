@@ -164,6 +164,16 @@ export function toggle(text, label, act) {
   return node;
 }
 
+// The rows of a tooltip that say something; one whose name is null goes on with the text of the one before.
+export function saying(rows) {
+  const said = [];
+  for (const [what, text] of (rows ?? []).filter(Boolean)) {
+    if (what === null) said[said.length - 1][1] += text;
+    else said.push([what, text]);
+  }
+  return said.filter(([, text]) => text !== "");
+}
+
 // The tooltip: rows of [what, text], beside the pointer, inside the card; hidden without rows.
 export function hint(root) {
   const box = el("div.tpl-hint", { role: "tooltip", hidden: "" });
@@ -172,7 +182,7 @@ export function hint(root) {
     show(event, rows) {
       box.hidden = !rows;
       if (!rows) return;
-      box.replaceChildren(...rows.filter((row) => row && row[1] !== "").map(([what, text]) =>
+      box.replaceChildren(...saying(rows).map(([what, text]) =>
         el("div", {}, what ? el("span", {}, what) : el("b", {}, text), what ? text : "")));
       const frame = root.getBoundingClientRect();
       const x = event.clientX - frame.left + 14, y = event.clientY - frame.top + 14;

@@ -19,7 +19,7 @@ async function render({ model, el: host }) {
   let player = null;
   const press = (step) => player.seek(step + passOf(player.position) * data.period);
   const panels = Array.from({ length: data.scenes }, (_, number) => new Scene(root, row, data, number, { over: tip.show, press }));
-  const lanes = score && new Lanes(root, root, score, { hint: tip, seek: (time) => player.seek(positionAt(data, time)) });
+  const lanes = score && new Lanes(root, root, score, 0, { hint: tip, hasVeil: true, seek: (time) => player.seek(positionAt(data, time)) });
   const draw = (position) => {
     for (const panel of panels) panel.draw(position - passOf(position) * data.period);
   };

@@ -6,19 +6,23 @@ import { head, numSteps, positionAt, timeAt } from "./score.js";
 import { Player } from "./player.js";
 import { Lanes } from "./lanes.js";
 import { drawLegend } from "./scene.js";
-import { OverlayLanes, overlaySay } from "./overlay.js";
+
+// [position of the playhead, what the ranks do there and were predicted to do, how far they are].
+export function overlaySay({ times, unit, stops, said }, time) {
+  const whole = times[times.length - 1], stop = stops.findLastIndex((at) => at <= time + 1e-9 * whole);
+  return [`t = ${timeText(time, unit, whole)}`, ...said[stop]];
+}
 
 async function render({ model, el: host }) {
   const score = await unpack(model.get("score"));
   const root = card(host, { title: score.title, about: score.about, badge: score.badge, warning: score.warning, above: model.get("above"), label: `timeline of ${score.title}` });
-  const over = score.overlay, tip = hint(root);
-  const critical = toggle("critical path", undefined, (on) => lanes.showCritical(on));
+  const tip = hint(root), critical = toggle("critical path", undefined, (on) => lanes.draw(Number(on)));
   let player = null;
-  drawLegend(root, score, el("span.tpl-tools", {}, score.critical?.length ? critical : null,
+  drawLegend(root, score, el("span.tpl-tools", {}, score.has_path ? critical : null,
     tool("−", "look from further away (−)", () => lanes.zoomAt(1 / 1.6)), tool("+", "look closer (+)", () => lanes.zoomAt(1.6)),
     tool("all", "the whole trace (0)", () => lanes.zoomAt(1e-9))));
   let resting = null, isTelling = false;
-  const onView = () => isTelling || lanes.show(model.get("begin"), model.get("end"));
+  const onView = () => isTelling || lanes.look(model.get("begin"), model.get("end"));
   function keepView(begin, end) {
     clearTimeout(resting);
     resting = setTimeout(() => {
@@ -28,16 +32,14 @@ async function render({ model, el: host }) {
       model.save_changes();
     }, 150);
   }
-  const lanes = new (over ? OverlayLanes : Lanes)(root, root, score, {
-    hint: tip, zoom: keepView, busy: over ? null : score.busy, seek: (time) => player.seek(positionAt(score, time)),
-  });
+  const lanes = new Lanes(root, root, score, 0, { hint: tip, zoom: keepView, seek: (time) => player.seek(positionAt(score, time)) });
   root.append(el("div.tpl-facts", {}, ...score.facts.map(([name, figure, note]) =>
     el("div", {}, el("div.tpl-what", {}, name), el("b", {}, figure), note ? el("span", {}, ` ${note}`) : null))));
   player = new Player(root, model, {
     steps: numSteps(score),
     show: (position) => lanes.moveHead(timeAt(score, position)),
     say(position) {
-      if (over) return overlaySay(score, timeAt(score, position));
+      if (score.said) return overlaySay(score, timeAt(score, position));
       const round = Math.min(Math.ceil(position), numSteps(score));
       return [head(score, round), score.sentences[round], `t = ${timeText(timeAt(score, position) - score.times[0], score.unit)}`];
     },
