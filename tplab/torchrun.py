@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _watch(mesh: Mesh) -> Watch:
-    from tplab.torch.checking.plan import Plan
+    from tplab.torch.checking.handed import Plan
     from tplab.torch.checking.watch import Watch
 
     return Watch(mesh.size, Plan(steps=3, ends=False))

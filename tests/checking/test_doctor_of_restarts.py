@@ -121,3 +121,40 @@ def test_the_command(script: Path, capsys):
     flags = ["--nproc-per-node", "2", "--steps", "1", "--resume", f"--resume {saved} --forget model"]
     assert doctor.main([*flags, str(script), "--path", saved]) == 1
     assert "train.py on 2 ranks, started again with '--resume" in " ".join(capsys.readouterr().out.split())
+
+
+COUNTS = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net, count, begin = torch.nn.Linear(4, 2, bias=False), 0, 0
+if "--resume" in sys.argv:
+    saved = torch.load("last.pt")
+    net.load_state_dict(saved["net"])
+    begin = saved["begin"]
+for step in range(begin, begin + 4):
+    data = torch.Generator().manual_seed(step)
+    x, y = torch.randn(4, 4, generator=data), torch.randn(4, 2, generator=data)
+    net.zero_grad()
+    (net(x.chunk(world)[rank]) - y.chunk(world)[rank]).square().mean().backward()
+    count += 1
+    with torch.no_grad():
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p -= p.grad * (0.1 / count)
+    if rank == 0:
+        torch.save({"net": net.state_dict(), "begin": step + 1}, "last.pt")
+    dist.barrier()
+"""
+
+
+def test_a_number_that_was_not_restored(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counts.py").write_text(COUNTS)
+    first = same_model(tmp_path / "counts.py", ranks=2, steps=2, resume=["--resume"]).first
+    assert first is not None and first.what == "parameters" and first.proof, str(first)
+    assert "multiplies by 0.1, and in the run that goes on by 0.0333" in first.cause, str(first)

@@ -40,6 +40,7 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
     if (op := trails.first_wrong()) is not None and op.line == line:
         yield from _by_another_number(facts, trails, op)
         yield from _of_parts(facts, trails, op)
+        yield from _of_another_rank(facts, trails, op)
     yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
     yield from _of_targets(facts, trails)
     limits, sums = trails.suspects
@@ -202,6 +203,23 @@ def _by_another_number(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothe
     words = f"multiplication by {wants} in place of {was} at {op.line}"
     repair, *also = (Repair("factor", words, op.line, was=has, by=want) for has, want in pairs)
     yield Hypothesis(repair, cause, op.line, also=tuple(also))
+
+
+def _of_another_rank(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothesis]:
+    """Yield inputs of an operation that are another rank's part of the reference's tensor."""
+    for place, pieces in trails.wanted_by(op):
+        made = op.given[place][1] or op.line
+        has = (
+            ", ".join(
+                f"rank {rank} has that of rank {of}" for rank, of in trails.mistaken(op.key, place, pieces[op.key])
+            )
+            or "all ranks together have all of it, in another order"
+        )
+        cause = f"what is made here is not the rank's part of the reference's: {has}"
+        cause += f"; {op.line} takes it together with what is the rank's part"
+        words = f"the rank's own part of what {made} makes, where {op.line} takes it"
+        values = {(key, place): each for key, each in pieces.items()}
+        yield Hypothesis(Repair("put", words, op.line, values=values, times=facts.number), cause, made)
 
 
 def _pieces(part: np.ndarray, facts: Facts, name: str) -> str:

@@ -136,7 +136,7 @@ def proven(
                 ]  # fmt: skip
                 break
             tried.append(one.repair.words)
-            if found is not None and one.is_forward and _is_loss_mended(first, found):
+            if found is not None and one.is_forward and not one.last and _is_loss_mended(first, found):
                 only_forward.append(one)
                 continue
             is_cast = one.repair.kind == "cast"

@@ -188,12 +188,11 @@ class Trails:
 
     def reads(self) -> list[Op]:
         """Return where the program reads other numbers than in the reference."""
-        reads = [op for op in self._ends.ops if op.key[1] in READS and op.key in self._theirs]
-        held = [
-            ([x.values[0] for x in self.ops_of(op.key)[0].values()], self._theirs[op.key].values[0]) for op in reads
-        ]
-        are_right = [all(np.allclose(x, want, self.precision) for x in mine) for mine, want in held]
-        return [op for op, is_right in zip(reads, are_right) if not is_right]
+        found = list[Op]()
+        for op in (op for op in self._ends.ops if op.key[1] in READS and op.key in self._theirs):
+            want, held = self._theirs[op.key].values[0], [one.values[0] for one in self.ops_of(op.key)[0].values()]
+            found += [op] * any(x.shape == want.shape and not np.allclose(x, want, self.precision) for x in held)
+        return found
 
     def numbers_at(self, op: Op) -> list[tuple[float, float]]:
         """Return the numbers by which a wrong operation and others of its line multiply on all ranks, if the reference
@@ -224,11 +223,6 @@ class Trails:
             if limit := self._other_limit(key):
                 return limit
             held = [ops[key].at(place) for ops in self._by_key]
-            there = {rank: x for rank, x in enumerate(held) if x is not None and x.size > 1}
-            of = whose(there, pieces, 1e-6 * max(map(largest, there.values()), default=0))
-            pairs = [f"rank {rank} has that of rank {other}" for rank, other in enumerate(of) if rank != other]
-            if pairs and -1 not in of:
-                return f"it is another rank's: {', '.join(pairs)}"
             words = [difference(x, pieces[rank]) for rank, x in enumerate(held) if x is not None]
             if first := next(filter(None, words), ""):
                 return f"it is {first}" if len({*words}) == 1 else f"on rank {words.index(first)}, it is {first}"
@@ -242,6 +236,26 @@ class Trails:
             if theirs is not None and len(shape) == 2 and theirs.values[0].shape == shape:
                 found[op.line] = None
         return [*found]
+
+    def wanted_by(self, op: Op) -> Iterator[tuple[int, dict[Key, dict[int, np.ndarray]]]]:
+        """Yield the places of an operation's inputs that are other parts of the reference's, or in another order, and
+        the expected parts."""
+        for place in op.given:
+            spread = self._spread(op, lambda one, _, place=place: one.at(place))
+            is_part = spread is not None and abs(spread.factor - 1) < 1e-2 and not spread.is_partial
+            for found in self._cuts([other.key for other in self._alike(op) if place in other.given], place):
+                if op.key not in found:
+                    continue
+                differs = not all(np.allclose(ops[op.key].given[place][0], found[op.key][rank], 1e-4, 1e-6)
+                                  for rank, ops in enumerate(self._by_key))  # fmt: skip
+                if any(self.mistaken(op.key, place, found[op.key])) or (is_part and differs):
+                    yield place, found
+
+    def mistaken(self, key: Key, place: int, pieces: Mapping[int, np.ndarray]) -> list[tuple[int, int]]:
+        """Return the ranks that take another rank's part, and whose; [] if an input is no rank's part."""
+        has = {rank: ops[key].given[place][0].astype(np.float64) for rank, ops in enumerate(self._by_key)}
+        of = whose(has, pieces, 1e-6 * max(map(largest, has.values())))
+        return [(rank, other) for rank, other in enumerate(of) if rank != other and -1 not in of]
 
     def ops_of(self, key: Key) -> tuple[dict[int, Op], Op | None]:
         """Return an operation on each rank that has it, and in the reference."""

@@ -2,7 +2,7 @@
 
 Most mistakes in tensor parallelism leave a mark in the numbers: a sum made once too often multiplies by the number of
 ranks; a missing sum leaves each rank with its part, and the parts add up to the answer. The cause is a separate
-question: see `tplab.checking.tried`.
+question: see `tplab.checking.proofs`.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ OTHERS = (
         (("adv.var(unbiased=False)", "(adv - mean).square().mean()"),),
     ),
     Other(
-        "count_of_one_rank", 2, ("buffers",), "var * n / (n - 1)", "computed tensors that go into this line are right",
+        "count_of_one_rank", 2, ("buffers",), "var * n / (n - 1)", "multiplies by 16 and 0.0667, and in the",
         (("        with torch.no_grad():\n",
           "        n = n * dist.get_world_size()\n        with torch.no_grad():\n"),),
     ),

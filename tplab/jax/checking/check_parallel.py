@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tplab.checking.comparison import each_input, noise_for
-from tplab.checking.proofs import FACTS, Check
+from tplab.checking.proofs import FACTS, Check, Reduction, Trial, of_reductions
 from tplab.checking.report import ParallelReport, Row, perturbed
-from tplab.checking.tried import Reduction, Trial, of_reductions
 from tplab.checking.verdict import Rounding, label
 from tplab.errors import SpecError
 from tplab.jax.checking.given import name_of, named_leaves, nudge

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 
-from tplab.checking.tried import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
+from tplab.checking.proofs import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
 from tplab.jax.comm.collectives import all_reduce, axis_size
 from tplab.jax.ranks.context import vary
 from tplab.jax.tracing.exchange import EXCHANGES
@@ -67,7 +67,7 @@ def softmaxes(fn: Callable[..., Any], *args: Any) -> list[Array]:
 
 
 def with_changes(fn: Callable[..., Any], at: Mapping[str, Any], found: list[Reduction]) -> Callable[..., Any]:
-    """Return `fn` with other results of all_reduces, and other scores in softmaxes: see `tried.Trial`.
+    """Return `fn` with other results of all_reduces, and other scores in softmaxes: see `proofs.Trial`.
 
     found   gets the all_reduces in lines of the program, without those in loops and branches. A mean counts as the sum
             that it begins with

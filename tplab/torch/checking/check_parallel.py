@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from tplab.checking.comparison import each_input, noise_for
 from tplab.checking.gaps import is_constant
-from tplab.checking.proofs import FACTS, Check, each_that_answers
+from tplab.checking.proofs import FACTS, MOST_TRIALS, Check, Trial, each_that_answers, of_reductions
 from tplab.checking.report import ParallelReport, Row, perturbed
-from tplab.checking.tried import MOST_TRIALS, Trial, of_reductions
 from tplab.checking.verdict import Rounding, Verdict, judge, label
 from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tplab.checking.comparison import Addend, Comparison
 from tplab.checking.gaps import largest
 from tplab.checking.observed import agree
+from tplab.checking.proofs import Reduction
 from tplab.checking.report import Row
-from tplab.checking.tried import Reduction
 from tplab.checking.verdict import NEITHER, Verdict
 from tplab.layout import Layout
 from tplab.torch.checking.side import floats_in, to_numpy

@@ -1,16 +1,20 @@
-"""Samples of ranks that draw their own, handed to the reference in place of its draws; or the reference's, to ranks."""
+"""How ranks are watched: for how many steps, and with which weights and samples. Those of ranks that draw their own are
+handed to the reference in place of its draws; or the reference's, to ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tplab.checking.recording import Seen, checksum
-from tplab.checking.repairs import Groups
+from tplab.checking.recording import Arrays, Seen, checksum
+from tplab.checking.repairs import Groups, Repair
+from tplab.torch.checking.pieces import array_of
 from tplab.torch.ranks.rank import this_rank
 
 
@@ -130,3 +134,35 @@ class _Queues:
                 f"{len(whole)} of shape {list(whole.shape[1:])}"
             )
         return torch.from_numpy(np.array(whole[start:end])).to(asked)
+
+
+class Enough(BaseException):
+    """A rank has made as many steps as were asked for. Scripts that catch exceptions do not catch this one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How ranks are watched.
+
+    steps    after this many steps of its optimizer a rank ends, before the next one begins
+    feed     the samples to use in place of the program's draws
+    weights  the weights to begin with in place of the program's, by name
+    ends     whether ranks end after these steps; otherwise they continue, unwatched, and dropout is not changed
+    nudges   whether weights and samples are changed in their last digit
+    traced   the step of which every operation is recorded; None for none
+    repairs  changes of the run; board: the exchange between ranks for them
+    arrays   all arrays that are kept
+    """
+
+    steps: int
+    feed: Handed | None = None
+    weights: Mapping[str, np.ndarray] | None = None
+    ends: bool = True
+    nudges: bool = False
+    traced: int | None = None
+    repairs: tuple[Repair, ...] = ()
+    board: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=Arrays)
+
+    def once(self, x: Tensor) -> np.ndarray:
+        return self.arrays.once(array_of(x))

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from tplab.checking.recording import Step
-from tplab.torch.checking.plan import Plan
+from tplab.torch.checking.handed import Plan
 from tplab.torch.private import pytree, transform
 
 

@@ -8,7 +8,7 @@ from itertools import combinations, islice, product
 
 import numpy as np
 
-from tplab.checking.tried import Trial
+from tplab.checking.proofs import Trial
 from tplab.layout import MOST_PARTS, Layout
 from tplab.mesh import Mesh
 

@@ -19,8 +19,7 @@ from tplab.checking.repairs import Repair
 from tplab.checking.same_model import SameModel, cannot_tell, could_not_run
 from tplab.errors import CrossedOrderWarning, DeadlockError, RankError, TplabError
 from tplab.mesh import Mesh
-from tplab.torch.checking.handed import Handed, NotEnough
-from tplab.torch.checking.plan import Plan
+from tplab.torch.checking.handed import Handed, NotEnough, Plan
 from tplab.torch.checking.sums import OtherSums
 from tplab.torch.checking.watch import Watch
 from tplab.torch.distributed.process import Processes

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tplab.checking.proofs import Reduction
 from tplab.checking.recording import Drawn
-from tplab.checking.tried import Reduction
 from tplab.errors import SpecError, TplabError
 from tplab.layout import Layout, take
 from tplab.mesh import Mesh

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tplab.checking.proofs import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
 from tplab.checking.trail import reached
-from tplab.checking.tried import AVERAGED, LEFT_OUT, SAME, SUMMED, Reduction
 from tplab.mesh import Axis
 from tplab.torch.comm.autograd import Landed
 from tplab.torch.comm.collectives import all_reduce

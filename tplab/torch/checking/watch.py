@@ -9,8 +9,8 @@ from typing import Any
 
 from tplab.checking.recording import Seen
 from tplab.checking.trail import Trail
+from tplab.torch.checking.handed import Enough, Plan
 from tplab.torch.checking.origins import NumbersMade
-from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.stand_ins import StandIns
 from tplab.torch.checking.watched import Watched
 from tplab.torch.ranks.printing import Output

@@ -14,12 +14,12 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from tplab.checking.recording import Drawn, Seen, Sent, checksum, mark
+from tplab.torch.checking.handed import Plan
 from tplab.torch.checking.mending import Back, Through
 from tplab.torch.checking.names import OF_A_BATCH, address_of, parameters_of
 from tplab.torch.checking.origins import ADDS, CLAMPS, MULTIPLIES, is_in_place, times
 from tplab.torch.checking.pending import Call
 from tplab.torch.checking.pieces import array_of, data_in, has_no_samples, nudged, replaced
-from tplab.torch.checking.plan import Plan
 from tplab.torch.checking.trail import line_of_return
 from tplab.torch.checking.watched_steps import WatchedSteps
 from tplab.torch.private import graph_task, local_of, transform

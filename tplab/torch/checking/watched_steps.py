@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from tplab.checking.recording import Piece, Seen, Step
+from tplab.torch.checking.handed import Enough, Plan
 from tplab.torch.checking.mending import Mending
 from tplab.torch.checking.names import Names, address_of, parameters_of
 from tplab.torch.checking.origins import Origins, made, terms
 from tplab.torch.checking.pending import Draws, Pending
 from tplab.torch.checking.pieces import is_reduced, is_there, nudged, piece_of, put_piece, reduced, sampled
-from tplab.torch.checking.plan import Enough, Plan
 from tplab.torch.checking.trail import Recorder
 from tplab.torch.private import graph_task, local_of, transform
 from tplab.torch.ranks.rank import this_rank

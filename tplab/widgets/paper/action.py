@@ -83,11 +83,15 @@ def draw_bar(
     if other:
         sheet.box(left + wide / 2, y, wide / 2, height, fill=other, radius=looks["radius"])
         sheet.box(left + wide / 2, y, min(3, wide / 2), height, fill=other)
-    last = other or fill or PAPER
-    is_light = sum(rgb(last) if isinstance(last, str) else last) > 330
+    red, green, blue = ((part / 255) ** 2.2 for part in _rgb(other or fill or PAPER))
+    is_light = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19
     room, at = (width - 8, left + 5.5) if anchor[0] == "l" else (width - 1.5, left + wide / 2)
     for text, letters in ((text, letters) for text in texts if text for letters in dict.fromkeys((size, SMALL))):
         if sheet.width_of(text, letters, mono=mono) <= room:
             sheet.text(at, y + height / 2, text, size=letters, mono=mono, anchor=anchor,
                        fill=ink or (INK if is_light else PAPER))  # fmt: skip
             break
+
+
+def _rgb(colour: Colour) -> tuple[int, int, int]:
+    return rgb(colour) if isinstance(colour, str) else colour

@@ -8,14 +8,14 @@ from typing import Any
 
 from tplab.widgets.paper.action import draw_bar
 from tplab.widgets.paper.letters import one_line
-from tplab.widgets.paper.palette import PAPER, Colour
+from tplab.widgets.paper.palette import HATCH, PAPER, Colour
 from tplab.widgets.paper.scene import Part, Scene
 
 _ANCHOR = {"l": "start", "m": "middle", "r": "end"}
 _MONO = "ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"
 _HATCH = (
     '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><path d="M0 0V6" stroke="currentColor" stroke-width="1.6"/></pattern></defs>'
+    f'patternTransform="rotate(45)"><path d="M0 0V6" stroke="{HATCH}" stroke-width="1.6"/></pattern></defs>'
 )
 
 
@@ -52,7 +52,7 @@ def _element(part: Part, look: Mapping[str, Any]) -> str:
         return "".join(_element(box, dict(box.look)) for box in boxes.parts)
     where = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"'
     if part.method == "hatch":
-        return f'<rect {where} fill="url(#idle)" color="{_colour(look["colour"])}"/>'
+        return f'<rect {where} fill="url(#idle)"/>'
     corners = f' rx="{look["radius"]:g}"' if look.get("radius") else ""
     return f"<rect {where}{corners} {fill}{f' {stroke}' if look.get('edge') else ''}/>"
 

@@ -77,9 +77,10 @@ export class Lanes extends Scene {
     pen.beginPath();
     pen.rect(this.left, 0, this.width, table.height);
     pen.clip();
-    const parts = [...table.look.keys()].filter((part) => this.isThere(part)), inTime = (part) => looks[table.look[part]].timed;
+    const parts = [...table.look.keys()].filter((part) => this.isThere(part)), lookOf = (part) => looks[table.look[part]];
+    const inTime = (part) => lookOf(part).timed && lookOf(part).is !== "text"; // texts are not cut off at the ends
     for (const part of parts.filter(inTime)) {
-      const [x, y, width] = this.place(part), right = x + width, look = looks[table.look[part]];
+      const [x, y, width] = this.place(part), right = x + width, look = lookOf(part);
       if (look.is === "bar") { // is it visible?
         if (x > this.left + this.width || right < this.left || (width < 0.7 && Math.abs(right - (last.get(y) ?? -9)) < 0.7)) continue;
         last.set(y, right);
@@ -87,7 +88,10 @@ export class Lanes extends Scene {
       this.paint(pen, part, look);
     }
     pen.restore();
-    for (const part of parts) if (!inTime(part)) this.paint(pen, part, looks[table.look[part]]);
+    for (const part of parts.filter((part) => !inTime(part))) {
+      const x = this.place(part)[0] - this.left;
+      if (!lookOf(part).timed || (x >= -0.5 && x <= this.width + 0.5)) this.paint(pen, part, lookOf(part));
+    }
     pen.globalAlpha = 1;
     this.axes.forEach((y) => this.axis(pen, y));
     this.frame();
