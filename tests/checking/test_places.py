@@ -67,7 +67,7 @@ def test_an_optimizers_own_parameter_has_a_place_if_it_is_whole():
 def test_equal_values_are_no_place_of_a_part_whose_offset_is_known():
     whole = np.concatenate([np.zeros((1, 4)), W1[1:]])
     part = whole[4:] * np.array([[0], [1], [1], [1]])
-    for piece in (Piece(part, (8, 4), (4, 0)), Piece(part)):
+    for piece in (Piece(part, shape=(8, 4), start=(4, 0)), Piece(part)):
         place = find_places([Seen(weights={"w": piece})], {"w": whole})[0, "w"]
         assert not place.fits and place.elements is None
     assert place.index[1] == ((0, 4),)

@@ -111,7 +111,7 @@ def _of_rank(
             votes.update(_chunks(fitting[0], whole))
             _learn(renamed, name, fitting[0].name)
             yield name, fitting[0]
-        elif not (is_named and is_number(name)) or name in seen.used or piece.values.shape == _shape(whole, name):
+        elif not (is_named and is_number(name)) or name in seen.used or _is_alone(name, piece, whole):
             late.append((name, piece, fitting))  # all but an optimizer's own flat piece of others
     for name, piece, fitting in late:
         known = _rename(renamed, name)
@@ -179,6 +179,12 @@ MOST_TRIED = 16
 
 def _shape(whole: Mapping[str, np.ndarray], name: str) -> tuple[int, ...] | None:
     return whole[name].shape if name in whole else None
+
+
+def _is_alone(name: str, piece: Piece, whole: Mapping[str, np.ndarray]) -> bool:
+    """Return whether a parameter has the reference's shape, and is no copy of another one, as in another precision."""
+    alike = (x for other, x in whole.items() if other != name and x.shape == piece.values.shape)
+    return piece.values.shape == _shape(whole, name) and all(gap(x, whole[name]) > 1e-2 * largest(x) for x in alike)
 
 
 def _siblings(name: str, other: str, held: Mapping[str, Piece], whole: Mapping[str, np.ndarray]) -> int:

@@ -296,7 +296,7 @@ OTHERS = (
         (("sparse=True", "sparse=False"),),
     ),
     Other(
-        "bound_of_a_shard", 2, ("loss",), "scores.topk(", "the inputs of this line are right",
+        "bound_of_a_shard", 2, ("loss",), "scores.topk(", "computed tensors that go into this line are right",
         (("    return scores.topk(4 // world, -1)",
           "    parts = [torch.empty_like(scores) for _ in range(world)]\n"
           "    dist.all_gather(parts, scores.contiguous())\n    return torch.cat(parts, -1).topk(4, -1)"),),
