@@ -78,6 +78,18 @@ def test_a_launcher_that_is_gone(launcher):
     os.close(words)
 
 
+def test_an_interrupt_while_a_worker_starts(launcher, monkeypatch):
+    def interrupted(timeout):
+        raise KeyboardInterrupt
+
+    words = scratch_file()
+    monkeypatch.setattr(launcher, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start({}, [], words)
+    assert not launcher.is_alive  # the answer on its way is of no other worker
+    os.close(words)
+
+
 def test_a_launcher_that_cannot_start():
     made, words = Launcher("tests.torch.test_launcher:work", ["no_such_module"]), scratch_file()
     with pytest.raises(TplabError, match="No module named 'no_such_module'"):

@@ -1,8 +1,14 @@
 """The parts that ranks as processes are made of: the verdict on who waits for whom, and parcels."""
 
+import multiprocessing.reduction
+import os
 import pickle
+import queue
+import socket
 import stat
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from threading import Thread
 from types import CodeType
 from typing import Any
 
@@ -16,7 +22,7 @@ from tplab import Mesh
 from tplab.errors import CollectiveMismatchError, DeadlockError, ShapeError
 from tplab.torch import run
 from tplab.torch.processes.frames import Header, Side, decode, empty_frame, encode
-from tplab.torch.processes.parcels import Parcel, Received
+from tplab.torch.processes.parcels import Parcel, Received, receive, send
 from tplab.torch.processes.program import Raised, error_of
 from tplab.torch.processes.waits import Report, Wait, verdict
 from tplab.trace.label import Label
@@ -71,6 +77,41 @@ def test_parcels():
     pair = sent([module, module.weight])
     assert pair[0].weight is pair[1] and pair[1].requires_grad
     assert sent(lambda x: x + base[3])(1) == 4
+
+
+@pytest.fixture
+def impatient():
+    """A program's own limit for sockets."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(60)
+    yield
+    socket.setdefaulttimeout(before)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_parcels_pass_while_both_sides_listen(monkeypatch):
+    monkeypatch.setattr(multiprocessing.reduction, "ACKNOWLEDGE", True)  # as on macOS
+    ends, got = Pipe(), queue.SimpleQueue[float]()
+
+    def listen(end):
+        while (parcel := receive(end)) is not None:
+            got.put(parcel.open().sum().item())
+
+    for end in ends:
+        Thread(target=listen, args=(end,), daemon=True).start()
+    for end in (*ends, *ends):
+        Thread(target=send, args=(end, torch.ones(100_000)), daemon=True).start()
+        assert got.get(timeout=5) == 100_000
+    assert all(os.get_blocking(end.fileno()) for end in ends)
+
+
+def test_a_parcel_of_a_side_that_is_gone():
+    ours, theirs = Pipe()
+    theirs.send(True)  # that memory follows
+    theirs.close()
+    assert receive(ours) is None and receive(ours) is None
+    with pytest.raises(ConnectionError):
+        send(ours, torch.ones(100_000))
 
 
 CELL = """

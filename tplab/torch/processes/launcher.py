@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 from tplab.errors import TplabError
@@ -77,13 +76,14 @@ class Launcher:
         with self._lock:
             try:
                 self._control.send(("start", arguments, 1 + len(fds)))
-                for fd in (words, *fds):
-                    send_handle(self._control, fd, None)
+                send_fds(self._control, [words, *fds])
                 while not self._is_gone:
                     if (pid := self._read(None)) is not None:
                         return pid
-            except OSError:
-                self._is_gone = True
+            except BaseException as error:
+                self._is_gone = True  # after Ctrl-C too: the next message would be taken for the rest of this one
+                if not isinstance(error, OSError):
+                    raise
         raise TplabError(
             "the process that starts the ranks' processes ended"
             + (f"; it said:\n{said}" if (said := text_of(self.words, LAST_WORDS).strip()) else " without a word")
@@ -141,6 +141,30 @@ class Launcher:
         return started
 
 
+def send_fds(to: Connection, fds: Sequence[int]) -> None:
+    """Send file descriptors. No answer is awaited, as multiprocessing does on macOS: another thread might read it."""
+    with _socket(to) as way:
+        socket.send_fds(way, [b"f"], fds)
+
+
+def receive_fds(source: Connection, count: int) -> list[int]:
+    """The file descriptors that the other side sends next. Raises EOFError if it is gone, and OSError if this process
+    may not open so many files."""
+    with _socket(source) as way:
+        data, fds, *_ = socket.recv_fds(way, 1, count)
+    if not data:
+        raise EOFError
+    if len(fds) < count:
+        raise OSError("file descriptors were lost on their way: too many files are open")
+    return fds
+
+
+def _socket(connection: Connection) -> socket.socket:
+    found = socket.socket(fileno=os.dup(connection.fileno()))
+    found.setblocking(True)  # whatever the program's own setdefaulttimeout: both share this setting
+    return found
+
+
 def text_of(fd: int, last_bytes: int | None = None) -> str:
     """The contents of a scratch file, or the end of it."""
     size = os.fstat(fd).st_size
@@ -176,7 +200,7 @@ def serve(argv: Sequence[str]) -> None:
                     control.send((None, ended))
             if control in ready:
                 what, about, num_fds = control.recv()
-                fds = [recv_handle(control) for _ in range(num_fds)]
+                fds = receive_fds(control, num_fds) if num_fds else []
                 if what == "kill":
                     for pid in children.intersection(about):
                         _kill(pid)

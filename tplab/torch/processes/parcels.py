@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from tplab.spare import scratch_file
 from tplab.torch.private import storage_id
+from tplab.torch.processes.launcher import receive_fds, send_fds
 from tplab.torch.ranks.watcher import Watched
 
 INLINE_UP_TO = 1 << 16  # bytes of tensors; more go through shared memory
@@ -61,7 +61,7 @@ class Parcel:
     def send(self, to: Connection) -> None:
         to.send(self.fd is not None)
         if self.fd is not None:
-            send_handle(to, self.fd, None)
+            send_fds(to, [self.fd])
         to.send_bytes(self.body)
 
     def close(self) -> None:
@@ -107,13 +107,14 @@ class Received:
 def receive(source: Connection) -> Received | None:
     """The next parcel, or None if the other side is gone."""
     try:
-        fd, body = recv_handle(source) if source.recv() else None, source.recv_bytes()
+        fds = receive_fds(source, 1) if source.recv() else []
+        body = source.recv_bytes()
     except (EOFError, OSError):
         return None
-    if fd is None:
+    if not fds:
         return Received(body)
-    memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-    os.close(fd)
+    memory = mmap.mmap(fds[0], 0, access=mmap.ACCESS_COPY)
+    os.close(fds[0])
     return Received(body, memory)
 
 
