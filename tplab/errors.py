@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -90,10 +90,11 @@ class PlanError(TplabError, ValueError):
     """A plan for sharding a model that is impossible, or that would change what the model computes."""
 
 
-def one_of(name: str, given: object, choices: Collection[str], error: type[ValueError] = ValueError) -> None:
+def one_of(name: str, given: object, choices: Iterable[object], error: type[ValueError] = ValueError) -> None:
     """Raise `error` if `given` is not one of the choices; the message calls it `name`."""
-    if given not in choices:
-        raise error(f"{name} is {given!r}; it must be one of {', '.join(choices)}")
+    known = [*choices]  # a list also compares with what cannot be hashed
+    if given not in known:
+        raise error(f"{name} is {given!r}; it must be one of {', '.join(map(str, known))}")
 
 
 def near(given: str, choices: Iterable[str]) -> str:

@@ -1,13 +1,15 @@
-"""The order in which a ring moves pieces: what each rank receives, or sends, hop by hop, in each direction.
+"""The rings of both frameworks, and the order in which they move pieces: what each rank receives, or sends, hop by hop,
+in each direction.
 
-This file uses no framework, and the rings of both frameworks use it; in JAX, the index is known only when the program
-runs. The overlapped layers keep their weights in this order too: `async_weight` and `blocking_weight` convert them.
+This file uses no framework: each gives `rings_over` what it does with its arrays. In JAX, a rank's index is known only
+when the program runs. The overlapped layers keep their weights in this order too: `async_weight` and `blocking_weight`
+convert them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tplab.errors import ShapeError, one_of
 from tplab.mesh import Axis
@@ -86,6 +88,14 @@ def scatter_lanes(index: Any, num_ranks: int, size: int, direction: str) -> Lane
     return Lanes(up, down, own)
 
 
+class RingAllGather(Protocol):
+    def __call__(self, x: Any, axis: Axis, direction: Direction = "up", dim: int = -1) -> list[Any]: ...
+
+
+class RingReduceScatter(Protocol):
+    def __call__(self, parts: Sequence[Any], axis: Axis, direction: Direction = "up", dim: int = -1) -> Any: ...
+
+
 def rings_over(
     module: str,
     *,
@@ -98,7 +108,7 @@ def rings_over(
     halves: Callable[[Any, int], tuple[Any, Any]],
     join: Callable[[Any, Any, int], Any],
     split: str,
-) -> tuple[Callable[..., list[Any]], Callable[..., Any]]:
+) -> tuple[RingAllGather, RingReduceScatter]:
     """`ring_all_gather` and `ring_reduce_scatter` of a framework, in its `module`. All functions but the first take
     structures of arrays.
 
@@ -123,10 +133,11 @@ def rings_over(
             first, second = halves(x, dim)
         up, down = [first], [second]
         for number in range(max(len(lanes.up), len(lanes.down))):  # both at once
-            rising = hop(up[-1], axis, 1) if number < len(lanes.up) else None
-            sinking = hop(down[-1], axis, -1) if number < len(lanes.down) else None
-            up += [] if rising is None else [landed(rising)]
-            down += [] if sinking is None else [landed(sinking)]
+            goes_up, goes_down = number < len(lanes.up), number < len(lanes.down)
+            rising = hop(up[-1], axis, 1) if goes_up else None
+            sinking = hop(down[-1], axis, -1) if goes_down else None
+            up += [landed(rising)] if goes_up else []
+            down += [landed(sinking)] if goes_down else []
         return [*up, *down] if direction == "split" else [x, *lanes.in_places(up[1:], down[1:])]
 
     def ring_reduce_scatter(parts: Sequence[Any], axis: Axis, direction: Direction = "up", dim: int = -1) -> Any:

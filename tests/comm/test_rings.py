@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tplab.jax as tj
 from tests.frameworks import FRAMEWORKS, Framework, in_both, on_each_rank
 from tplab import Mesh, P
 from tplab.errors import ShapeError
@@ -166,6 +167,13 @@ def test_any_structure(fw, direction):
         want_y = scattered([[y + k for k in range(3)] for y in ys], rank, direction)
         np.testing.assert_array_equal(total["x"], want_x)
         np.testing.assert_array_equal(total["y"][0], want_y)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_structure_without_arrays(direction):
+    program = lambda x: len(tj.ring_all_gather(None, "tp", direction)) * x  # noqa: E731
+    got = tj.run(program, Mesh(tp=3), np.ones(1)).per_rank
+    assert [int(x[0]) for x in got] == [6 if direction == "split" else 3] * 3
 
 
 def test_along_two_axes_at_once(fw):

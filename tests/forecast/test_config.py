@@ -245,6 +245,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "no_bias=False of a 'mpt' is not read, but only True": {**MPT, "no_bias": False},
     "attn_config.qk_ln=True of a 'mpt' is not read": {**MPT, "attn_config": {"qk_ln": True}},
     "attn_config.attn_type is 'linear_attention'": {**MPT, "attn_config": {"attn_type": "linear_attention"}},
+    "attn_config.attn_type is ['linear_attention']": {**MPT, "attn_config": {"attn_type": ["linear_attention"]}},
     "the configuration of a 'llama' has none of intermediate_size, n_inner": without("intermediate_size", LLAMA),
     "the configuration of a 'qwen2' has no 'num_key_value_heads'": without(
         "num_key_value_heads", PUBLISHED["Qwen/Qwen2.5-7B"][1]

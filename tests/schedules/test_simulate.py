@@ -232,7 +232,7 @@ def test_costs_by_stage_and_by_microbatch():
         (lambda: Costs(stage_costs=2), "one number for each stage"),  # type: ignore[arg-type]
         (lambda: Costs(stage_costs=[]), "one number for each stage"),
         (lambda: Costs(forward=[1, 2], stage_costs=[1, 2]), "forward has one figure for each stage"),
-        (lambda: simulate(gpipe(3, 1), optimizer="never"), "optimizer is 'never'; it must be one of own, together"),
+        (lambda: simulate(gpipe(3, 1), optimizer="never"), "optimizer is 'never'; it must be one of None, own,"),
     ],
 )
 def test_bad_costs_say_what_is_wrong(bad, words):

@@ -215,6 +215,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in _
 """Every stack by name."""
 
 KEEPS: Mapping[str, Keeps] = MappingProxyType({stack.name: stack.keeps for stack in _LISTED})
+"""Name of the stack -> what it keeps. The figures of stacks without a source of their own are assumed."""
 
 ALIASES = {"megatron-lm": "megatron", "megatron-core": "megatron", "megatron-bridge": "megatron", "nemo": "megatron",
     "torch": "fsdp", "fsdp2": "fsdp", "torchtitan": "fsdp", "zero": "deepspeed"}  # fmt: skip

@@ -30,10 +30,10 @@ def simulate(
     Raises ScheduleError if the schedule cannot run, and says why.
     """
     costs = Costs() if costs is None else costs
+    one_of("optimizer", optimizer, (None, "own", "together"), ScheduleError)
     if schedule.has_communication:
         schedule = schedule.select(~np.isin(schedule.kind, MESSAGES))
     if optimizer is not None:
-        one_of("optimizer", optimizer, ("own", "together"), ScheduleError)
         schedule = with_optimizer_step(schedule.compute_only(), sync=costs.gradient_sync > 0)
     if lockstep:
         return _in_lockstep(schedule, costs, optimizer)

@@ -1,4 +1,4 @@
-"""A program as it is sent to a rank's process, and what is sent back: a result, or what it raised."""
+"""A program as it is sent to a rank's process, and what is sent back: a result, or what it raised, as an error here."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Turns:
         self.seats: list[Any] = []  # of the ranks
         self.others: list[Any] = []  # of threads that programs have started
         self.ready: deque[Seat] = deque()
-        self.watches = Watches()
+        self.watches = Watches[Any]()
         self.failure: BaseException | None = None
         self._state, self._stuck, self._told, self._around = state, stuck, told, around
         self._kernels: Own | None = None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from time import sleep  # a program's own may give its turn away
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from tplab.torch.ranks.program import is_program, outwards
@@ -44,11 +44,20 @@ class Nap(NamedTuple):
     since: float
 
 
-Seat = Any
-"""`turns.Seat`; only its `rank`, `home` and `is_daemon` matter here."""
+class Waiting(Protocol):
+    """What watches need of a seat."""
+
+    rank: int
+    home: Any
+
+    @property
+    def is_daemon(self) -> bool: ...
 
 
-class Watches:
+Seat = TypeVar("Seat", bound=Waiting)
+
+
+class Watches(Generic[Seat]):
     """What each seat waits for. A seat whose wait ends is removed; `causes` has the seat whose turn it was then.
 
     by_seat     what they wait for
