@@ -1,4 +1,4 @@
-"""The modelled clock: a discrete-event simulation that assigns links to messages and collectives in order of time.
+"""The modelled clock, a discrete-event simulation, and the links that it assigns to messages and collectives in turn.
 
 Time moves from instant to instant. At each instant, ranks advance as far as they can, and every message or collective
 that has become ready requests its links. The links are then assigned first come, first served, each from the moment it

@@ -1,4 +1,4 @@
-"""The network between nodes, as measured: the cost of a hop to another node, and the share of the cards' bandwidth.
+"""Collectives as measured (`Fitted`), and the network between nodes: a hop's cost, and the share of cards' bandwidth.
 
 R ranks in k nodes, each with g ranks and c cards of its own; S: bytes of the whole tensor; inside(S): NCCL's time in
 one node of g ranks; start: the time before its first byte. A card gives B = its bandwidth x reached / k^fall. An
