@@ -134,7 +134,7 @@ class Launcher:
             return None
         try:
             started, ended = self._control.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             self._is_gone = True
             return None
         self._ended.update(ended)
