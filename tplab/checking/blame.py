@@ -42,14 +42,22 @@ def loss_and_gradients(facts: Facts) -> Found:
         yield facts.row("gradient", None, f"those of {named(rest)} are wrong too, which may follow from this")
 
 
+def _has_begun_so(facts: Facts, name: str) -> bool:
+    """Return whether a buffer of rank 0 has its initial values after the step."""
+    after = facts.mine[0].buffers.get(name)
+    return after is not None and same(after.values, facts.ours[0].buffers[name].values)
+
+
 def _finding(case: Hypotheses) -> Finding:
     """Return the observed fault with everything that may be its cause."""
     facts, first = case.facts, case.first
     kind, factor, where = first.kind, first.factor, case.where
     words, values = first.words, (f"{first.got:.6g}", f"{first.want:.6g}")
     ranks = first.ranks if kind in ("none", "shape", "other") else ()
-    if "BatchNorm" in facts.ours[0].kinds and kind in ("other", "means", "weights"):
-        name = next((name for name in facts.ours[0].buffers if "running" in name), case.names[0])
+    running = [name for name in facts.ours[0].buffers if "running" in name]
+    is_frozen = running and all(_has_begun_so(facts, name) for name in running)
+    if "BatchNorm" in facts.ours[0].kinds and not is_frozen and kind in ("other", "means", "weights"):
+        name = next(iter(running), case.names[0])
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
         return facts.fault("buffers", words, at, names=[name], lines=lines, hypotheses=case.hypotheses)

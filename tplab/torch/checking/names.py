@@ -114,6 +114,12 @@ class Names:
             known = self._at.get(address)
         return ("", ()) if known is None else (known.kind, (known.name,) * bool(known.name))
 
+    def is_sparse(self, address: int) -> bool:
+        """Return whether a sparse gradient was found at this address."""
+        known = self._at.get(address)
+        gradient = None if known is None or known.kind != "gradient" else known.owner.grad
+        return gradient is not None and gradient.layout is not torch.strided
+
     def _is_at(self, one: _At) -> None:
         if one.address is not None:
             self._at[one.address] = one
