@@ -106,3 +106,25 @@ def test_equal_numbers_that_are_read_are_right_even_if_they_are_nan():
         assert Trails([read(x), read(x)], read(x)).reads() == []
     assert Trails([read(np.array(100_000))], read(np.array(100_001))).reads()
     assert not Trails([read(np.array([1.0, 1e-7]))], read(np.array([1.0, 2e-7]))).reads()
+
+
+def test_what_dtensor_computes_is_traced(tmp_path: Path):
+    """Its collectives return tensors without an address."""
+    (tmp_path / "train.py").write_text(f"""\
+{HEAD.partition("class Sum")[0]}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+if world > 1:
+    parallelize_module(net, init_device_mesh("cpu", (world,)), {{"0": ColwiseParallel(), "2": RowwiseParallel()}})
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.Generator().manual_seed(1)
+for step in range(2):
+    x, y = torch.randn(8, 6, generator=data), torch.randint(3, (8,), generator=data)
+    optimizer.zero_grad()
+    F.cross_entropy(net(x) / world, y).backward()
+    optimizer.step()
+""")
+    report = same_model(tmp_path / "train.py", ranks=2, steps=1)
+    assert report.verdict == "different" and report.first and report.first.what == "loss", str(report)

@@ -260,6 +260,8 @@ def _in_its_place(
                         values=values, times=facts.number)  # fmt: skip
         told = next(trails.wanted(first), (words,))[0] if is_alike and first is not op else words
         cause = f"{'in the forward pass, ' * in_forward}{inputs} wrong: {told}{_too_much(facts, trails, values)}"
+        if not is_alike and first.line != op.line:
+            cause += ". The fault is at one of the two lines, or between them"
         yield Hypothesis(repair, cause, first.line, is_forward=is_first and (many or not in_forward))
 
 

@@ -157,10 +157,14 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 def address_of(x: Tensor) -> int:
-    """Return the address of this rank's part of a tensor; of a sparse one, that of its values, or else its id."""
+    """Return the address of this rank's part of a tensor; of a sparse one, that of its values. The id of one that has
+    none, such as the result of a collective that torch has not waited for."""
     x = local_of(x)
     x = x._values() if x.layout is torch.sparse_coo else x
-    return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
+    try:
+        return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
+    except RuntimeError:
+        return id(x)
 
 
 def unwrapped(name: str) -> str:
