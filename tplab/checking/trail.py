@@ -540,16 +540,17 @@ def _side_by_side(count: int, ranks: Sequence[Any], theirs: Mapping[Key, Op], na
         for turn in range(count):
             numbers = [rank * first + turn * step for rank in range(size)]
             runs = [theirs[*name, number] for number in numbers if (*name, number) in theirs]
-            if len(runs) < size or len({(*run.arrived,) for run in runs}) > 1:
+            if len(runs) < size:
                 return {}
-            each = [*zip(*(run.values for run in runs))], [*zip(*(run.arrived.values() for run in runs))]
+            came = [place for place in runs[0].arrived if all(place in run.arrived for run in runs)]
+            each = [*zip(*(run.values for run in runs))], [[run.arrived[place] for run in runs] for place in came]
             if not each[0] or any(
                 x.shape != some[0].shape or not x.ndim for kind in each for some in kind for x in some
             ):
                 return {}
             values, arrived = ([np.concatenate(some) for some in kind] for kind in each)
             ways[-1][*name, turn] = replace(runs[0], key=(*name, turn), values=values, passed=[],
-                                            arrived=dict(zip(runs[0].arrived, arrived)))  # fmt: skip
+                                            arrived=dict(zip(came, arrived)))  # fmt: skip
         parts = np.split(ways[-1][*name, 0].values[0], size)
         mine = [ops[*name, 0].values[0] for ops in ranks if (*name, 0) in ops]
         is_all = len(mine) == size
