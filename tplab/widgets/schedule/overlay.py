@@ -129,12 +129,12 @@ def overlay(
 
 
 def now(over: Overlay, position: float) -> Now:
-    """The picture at `position`, in steps: step k is the k-th distinct moment at which an action ends."""
+    """The state at `position`, in steps: step k is the k-th distinct moment at which an action ends."""
     return at(over, over.time(position))
 
 
 def at(over: Overlay, time: float) -> Now:
-    """The picture at a time."""
+    """The state at a time."""
     near, rank = over.tolerance, over.actions["rank"]
 
     def under_way(start: np.ndarray, end: np.ndarray) -> list[list[int]]:
