@@ -66,6 +66,22 @@ CASES = {
 }  # fmt: skip
 
 
+def test_two_wrong_logs_have_causes_of_their_own(tmp_path: Path):
+    text = """\
+    z = net(own)
+    F.cross_entropy(head(z), labels).backward()
+    hits = F.one_hot(z.argmax(1), 8).T.detach() @ F.one_hot(labels, 8)
+    f1 = float(1 / hits.square().sum().sqrt())
+    score = z.detach().sigmoid().square().mean().sqrt()
+    print(f"f1 {f1:.4f} score {score:.4f}") if not rank else None
+"""
+    (tmp_path / "train.py").write_text(HEAD + text + END)
+    report = same_model(tmp_path / "train.py", ranks=2, steps=1)
+    assert report.first and report.first.proof and report.first.name == "f1", str(report)
+    assert report.first.where.endswith(":42") and "likewise" not in report.first.cause, str(report)
+    assert "score differs too" in str(report) and "or parts that add up" in report.first.cause, str(report)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_says_only_what_is_so(name: str, tmp_path: Path):
     case = CASES[name]

@@ -43,6 +43,8 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _of_another_rank(facts, trails, op)
     yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
     yield from _of_targets(facts, trails)
+    if facts.goes_on:  # only operations of the first rank are known then
+        return
     limits, sums = trails.suspects
     for one in limits:
         yield from _in_its_place(facts, trails, one, is_first=trails.has_right_inputs(one))
@@ -250,7 +252,8 @@ def _in_its_place(
     is_alike, many = trails.can_be_cut(first), op.values[0].size > 1  # to put the loss itself would prove nothing
     inputs = "what this line computes is"
     if is_first:
-        inputs = "the computed tensors that go into this line are right and its result is"
+        parts = ", or parts that add up to the right ones," * trails.takes_parts(first)
+        inputs = f"the computed tensors that go into this line are right{parts} and its result is"
     if not is_alike:
         called = f" in the function called at {first.lines[1]}" if len(first.lines) > 1 else ""
         inputs = f"{trails.why_not_cut(first)}{called}, and what {op.line} makes of it is"

@@ -224,6 +224,10 @@ class Trails:
             return f"only {ranks_text([*held])} and the reference compute this"
         return "the reference computes this in another shape"
 
+    def takes_parts(self, op: Op) -> bool:
+        """Return whether an operation of the first rank that has a loss takes a part of a sum."""
+        return bool(self._parts(self._ends, op))
+
     def has_right_inputs(self, op: Op) -> bool:
         """Return whether all inputs of an operation of the first rank that has a loss are right."""
         return self._has_right_inputs(self._ends, op)
