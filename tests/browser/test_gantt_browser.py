@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -102,6 +104,24 @@ def test_schedules_have_the_names_of_their_papers(page: Page):
     expect(page.locator("header b")).to_have_text("1F1B")
     expect(page.get_by_label("schedule", exact=True).locator("option")).to_contain_text(["naive", "GPipe", "1F1B"])
     expect(page.locator(".tpl-of")).to_have_text(["1F1B", "ZB-V"])
+
+
+def test_no_frame_is_left_when_another_schedule_is_shown(page: Page):
+    lab = pipeline_lab("one_f_one_b")
+    drawn, chart = draw(page, lab), page.locator(".tpl-lanes").bounding_box()
+    assert chart is not None
+    assert "F0" in drawn.hint_at(chart["x"] + LEFT + 10, chart["y"] + TOP + 5)
+    expect(page.locator(".tpl-barmark")).to_have_count(1)
+    lab.settings = {**lab.settings, "forward": 2.0}
+    page.evaluate(
+        """(board) => {
+          window.model.set("board", new DataView(Uint8Array.from(atob(board), (c) => c.charCodeAt(0)).buffer));
+          window.model.tell("change:board");
+        }""",
+        base64.b64encode(lab.board).decode(),
+    )
+    expect(page.locator(".tpl-about")).to_contain_text("2 : 1 : 1")
+    expect(page.locator(".tpl-barmark")).to_have_count(0)
 
 
 def test_a_live_switch_of_the_theme_repaints_the_chart(page: Page):

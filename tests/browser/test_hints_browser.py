@@ -189,12 +189,14 @@ def test_a_curve_that_is_drawn_again_says_what_it_has_become(page: Page):
 def test_the_hint_of_what_was_measured_says_by_whom(page: Page):
     recorder = Recorder(Mesh(tp=2), "step", "torch")
     recorder.add(0, "compute", "mm", 0.0, 2.0)
-    drawn = drawn_lanes(page, timeline(recorder.trace(), measured={"step": 2.5}, by="a blog"))
+    drawn = drawn_lanes(page, timeline(recorder.trace(), measured={"forward": 1.0, "step": 2.5}, by="a blog"))
     x, y = page.evaluate("""() => {
       const lanes = window.lanes, box = lanes.box.getBoundingClientRect();
       return [box.left + lanes.x(1), box.top + lanes.bottom - 10];
     }""")
     assert drawn.hint_at(x, y).split("\n") == ["step", "measured2.5 s", "bya blog", "whole trace2 s"]
+    assert drawn.hint_at(x, y - 17).startswith("forward")
+    assert page.locator(".tpl-barmark").count() == 0  # only bars are framed
     bars = {1: Bars([Row("1 rank", {"computing": 1.0}), Row("2 ranks", {"computing": 0.5}, measured=0.75)], "s")}
     card = knob("t", "c", bars, by="a blog")
     drawn, box = draw(page, card), page.locator(".tplab canvas[role=img]").bounding_box()

@@ -155,6 +155,25 @@ for step in range(begin, begin + 4):
 def test_a_number_that_was_not_restored(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "counts.py").write_text(COUNTS)
-    first = same_model(tmp_path / "counts.py", ranks=2, steps=2, resume=["--resume"]).first
+    report = same_model(tmp_path / "counts.py", ranks=2, steps=2, resume=["--resume"])
+    first = report.first
     assert first is not None and first.what == "parameters" and first.proof, str(first)
+    assert "gradients are the same" not in str(report), str(report)
     assert "multiplies by 0.1, and in the run that goes on by 0.0333" in first.cause, str(first)
+
+
+def test_a_limit_that_was_not_restored_has_no_cause_but_a_place(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = COUNTS
+    for old, new in (
+        ("    (net(x.chunk(", "    far = (net(x.chunk("),
+        (".square().mean().backward()", ".square()\n    (far * (far < 0.2 * count + 0.2)).mean().backward()"),
+        ("            p -= p.grad * (0.1 / count)\n", ""),
+        ("    if rank == 0", "    optimizer.step()\n    if rank == 0"),
+        ("for step in", "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\nfor step in"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "counts.py").write_text(text)
+    first = same_model(tmp_path / "counts.py", ranks=2, steps=2, resume=["--resume"]).first
+    assert first is not None and first.what == "loss" and not first.cause and first.where, str(first)

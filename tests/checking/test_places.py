@@ -24,6 +24,12 @@ def test_parts_are_found_by_their_values_and_constants_where_their_neighbours_ar
     assert np.array_equal(places[0, "w"].take(W1), W1[4:])
 
 
+def test_zeros_of_an_uneven_cut_begin_where_their_neighbours_do():
+    parts = [slice(0, 5), slice(5, 8)]
+    places = find_places([seen(w=W1[part], b=np.zeros(8)[part]) for part in parts], {"w": W1, "b": np.zeros(8)})
+    assert [places[rank, "b"].index for rank in (0, 1)] == [(((0, 5),),), (((5, 8),),)]
+
+
 def test_a_part_of_any_shape_is_found_element_by_element():
     columns = W2[:, 2:4].reshape(-1)
     place = find_places([seen(w=columns)], {"w": W2.reshape(-1)})[0, "w"]

@@ -37,6 +37,16 @@ def test_padding_is_no_token_and_each_tensor_has_its_own():
     assert (missing.kind, missing.factor) == ("missing", 0.75), missing.words
 
 
+def test_each_of_several_modules_may_be_called_with_all_samples():
+    """As experts: a rank has two of the reference's four."""
+    one = {"0": np.arange(12.0).reshape(4, 3)}
+    found = compare_samples([Step(samples=[one] * 2)] * 2, [Step(samples=[one] * 4)])
+    assert (found.kind, found.copies) == ("same", ((0, 1),)), found.words
+    other = {"0": one["0"] + 1}
+    found = compare_samples([Step(samples=[one] * 2)] * 2, [Step(samples=[one, other] * 2)])
+    assert not found.ok, found.words
+
+
 def test_tokens_that_are_cut_off_are_missed():
     whole, parts = [Step(samples=[{"0": TOKENS}])], [TOKENS[:, :4], TOKENS[:, 4:8]]
     found = compare_samples([Step(samples=[{"0": part}]) for part in parts], whole)

@@ -308,7 +308,33 @@ def steps_too(model):
     return finish_and_step
 
 
-@pytest.mark.parametrize("fn", [by_hooks, with_the_same_start, scales_first])
+def writes(change):
+    """`change(p, buffer)` is called while the gradient of p is under way."""
+
+    def replicas(model):
+        flights, buffers = {}, {p: torch.empty_like(p) for p in model.parameters()}
+
+        def leave(p):
+            flights[p] = start(all_reduce, p.grad, "dp", "mean")
+            with torch.no_grad():
+                change(p, buffers[p])
+
+        def finish():
+            for p in [*flights]:
+                p.grad = flights.pop(p).wait()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(leave)
+        return finish
+
+    return replicas
+
+
+reads_it = writes(lambda p, buffer: torch.mul(p.grad, 2, out=buffer))
+scales_it_with_others = writes(lambda p, buffer: torch._foreach_mul_([buffer, p.grad], 2))
+
+
+@pytest.mark.parametrize("fn", [by_hooks, with_the_same_start, scales_first, reads_it])
 def test_right_replicas(fn):
     verdict = check_replicas(fn)
     assert verdict.passed, verdict
@@ -334,6 +360,7 @@ def test_right_replicas(fn):
         (adds_the_mean, "the mean is added to the rank's own gradient"),
         (seeds, "leaves torch's global generator in another state"),
         (clears_at_once, "a tensor is written while its all_reduce is under way"),
+        (scales_it_with_others, "a tensor is written while its all_reduce is under way"),
         (steps_too, "it changes 0.weight in place, but a step is the optimizer's task"),
         (lambda model: model.zero_grad, "it leaves no gradient: p.grad is None"),
         (lambda model: print(end=""), "return the function that is called after the backward pass"),

@@ -111,6 +111,13 @@ def test_measured_points_say_by_whom():
         curves(sizes, line, title="t", sentence="s", measured=points)
 
 
+def test_a_card_that_is_drawn_again_has_one_legend():
+    card = two_lines()
+    card.about = "twice"
+    card.redraw()
+    assert card.content["about"] == "twice" and len(card.figure.legends) == 1
+
+
 def test_measured_points_are_never_cut_off():
     """They may be far above the lines, beside the sizes of the lines, or in the second panel only."""
     sizes, line = [1024, 2048], {"ring": [1e-5, 2e-5]}

@@ -28,12 +28,16 @@ from tplab.schedules import (
     zb_h1,
     zb_v,
 )
+from tplab.schedules.action import Action
 from tplab.units import plain
 from tplab.widgets import gantt, pipeline_lab
 from tplab.widgets.paper.frame import MAX_STEPS
 from tplab.widgets.paper.letters import about_width
+from tplab.widgets.paper.palette import token
 from tplab.widgets.paper.pen import text_width
+from tplab.widgets.paper.scene import COLOURS
 from tplab.widgets.paper.wire import unpack
+from tplab.widgets.schedule import lanes, still
 from tplab.widgets.schedule.facts import BUBBLE, BUBBLE_OF_EQUAL, PEAK, facts
 from tplab.widgets.schedule.still import moments
 from tplab.widgets.schedule.workbench import LIMITS
@@ -294,6 +298,29 @@ def test_gantt_of_two():
     assert (svg.get("role"), svg[0].text) == ("img", repr(card))
     with pytest.raises(traitlets.TraitError):
         card.step = card.num_steps + 1
+
+
+def test_actions_other_than_passes_are_named_in_words():
+    rows = [[*row, Action("REDUCE_GRAD", rank), Action("STEP")] for rank, row in enumerate(one_f_one_b(2, 1).by_rank())]
+    header, _ = unpack(gantt(Schedule(rows)).board)
+    assert header["runs"][0]["names"][-3:] == ["B0 of stage 1", "gradient sum of stage 1", "step"]
+    assert {"gradient sum", "step"} <= {*header["tables"][0]["texts"]}
+
+
+@pytest.mark.parametrize("by", ["kind", "microbatch", "stage"])
+def test_the_page_has_the_looks_of_every_meaning_of_colours(by: str):
+    runs = [simulate(zb_v(4, 8)), simulate(dualpipe(4, 8))]
+    header, columns = unpack(gantt(*runs, colour=by).board)
+    looks, marks = columns.get(f"look.{by}0", columns["look0"]), columns["mark0"]
+    alone = lanes.draw(runs, None, still.WIDTH, [by])
+    found = [look for look, mark in zip(looks, marks) if mark >= 0]
+    wanted = [look for look, mark in alone.codes[:, [0, 3]].tolist() if mark >= 0]
+    assert len(found) > sum(len(run.schedule) for run in runs)
+    sent = [header["tables"][0]["looks"][look] for look in found]
+    every = list(alone.looks.found)
+    for one, look in zip(sent, wanted, strict=True):
+        method, said = every[look]
+        assert one == {"is": method, **{name: token(value) if name in COLOURS else value for name, value in said}}
 
 
 def test_the_playhead_rests_at_ends_and_not_at_too_many():

@@ -23,7 +23,7 @@ def loss_and_gradients(facts: Facts) -> Found:
     """Compare all gradients, and the loss where backward passes begin. A loss may be scaled on purpose, and whether it
     is right depends on what it is averaged over, so the gradients decide."""
     wrong, total, line = _wrong_gradients(facts)
-    yield from _loss(facts, is_right=not wrong)
+    yield from _loss(facts, total, is_right=not wrong)
     if not wrong:
         of = f" of {all_of}" if (all_of := len(facts.reference.gradients(facts.number))) > total else ""
         noise = facts.reference.noise_of_gradients(facts.number) if facts.reference.again else 0.0
@@ -42,14 +42,22 @@ def loss_and_gradients(facts: Facts) -> Found:
         yield facts.row("gradient", None, f"those of {named(rest)} are wrong too, which may follow from this")
 
 
+def _has_begun_so(facts: Facts, name: str) -> bool:
+    """Return whether a buffer of rank 0 has its initial values after the step."""
+    after = facts.mine[0].buffers.get(name)
+    return after is not None and same(after.values, facts.ours[0].buffers[name].values)
+
+
 def _finding(case: Hypotheses) -> Finding:
     """Return the observed fault with everything that may be its cause."""
     facts, first = case.facts, case.first
     kind, factor, where = first.kind, first.factor, case.where
     words, values = first.words, (f"{first.got:.6g}", f"{first.want:.6g}")
     ranks = first.ranks if kind in ("none", "shape", "other") else ()
-    if "BatchNorm" in facts.ours[0].kinds and kind in ("other", "means", "weights"):
-        name = next((name for name in facts.ours[0].buffers if "running" in name), case.names[0])
+    running = [name for name in facts.ours[0].buffers if "running" in name]
+    is_frozen = running and all(_has_begun_so(facts, name) for name in running)
+    if "BatchNorm" in facts.ours[0].kinds and not is_frozen and kind in ("other", "means", "weights"):
+        name = next(iter(running), case.names[0])
         at = facts.ours[0].made.get("BatchNorm") or facts.line("forward")
         words, lines = "statistics of each rank's own samples", [facts.line("forward"), *case.lines]
         return facts.fault("buffers", words, at, names=[name], lines=lines, hypotheses=case.hypotheses)
@@ -90,7 +98,7 @@ def _finding(case: Hypotheses) -> Finding:
     )  # fmt: skip
 
 
-def _loss(facts: Facts, is_right: bool) -> Found:
+def _loss(facts: Facts, num_gradients: int, is_right: bool) -> Found:
     has, want = facts.losses(), facts.reference.loss(facts.number)
     if not has or not want:
         yield facts.row("loss", None, "no backward pass from a single number was seen")
@@ -102,8 +110,10 @@ def _loss(facts: Facts, is_right: bool) -> Found:
     elif gap(sum(has), want) <= len(has) * slack and is_right:
         yield facts.row("loss", True, f"its parts on {len(has)} ranks add up to {want:.6g}, as in the reference")
     elif is_right:
-        words = f"{mean:.6g} on average, {want:.6g} in the reference; it is scaled, because the gradients are the same"
-        yield facts.row("loss", None, words)
+        why = (
+            "it is scaled, because the gradients are the same" if num_gradients else "no gradients were seen beside it"
+        )
+        yield facts.row("loss", None, f"{mean:.6g} on average, {want:.6g} in the reference; {why}")
 
 
 def _wrong_gradients(facts: Facts) -> tuple[list[Wrong], int, str]:

@@ -182,8 +182,9 @@ class Facts:
         steps = [step for seen in self.ours for step in seen.steps[max(self.number, 1) :] if step.has_stepped]
         return next((step.lines["drawn"] for step in steps if "drawn" in step.lines), "")
 
-    def sent(self, *moments: str) -> list[Sent]:
-        return [sent for step in self.mine for sent in step.sent if sent.moment in moments]
+    def sent(self, *moments: str, rank: int | None = None) -> list[Sent]:
+        steps = self.mine if rank is None else [self.mine[rank]]
+        return [sent for step in steps for sent in step.sent if sent.moment in moments]
 
     def sums_of_numbers(self) -> list[str]:
         """Return the lines that add up single numbers over ranks between backward pass and step, the last one first."""

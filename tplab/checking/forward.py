@@ -43,9 +43,11 @@ def of_forward(facts: Facts, line: str) -> Iterator[Hypothesis]:
         yield from _of_another_rank(facts, trails, op)
     yield from _of_other_parts(facts, line, trails.parameters_of(op) if op is not None and op.line == line else ())
     yield from _of_targets(facts, trails)
+    if facts.goes_on:  # only operations of the first rank are known then
+        return
     limits, sums = trails.suspects
     for one in limits:
-        yield from _in_its_place(facts, trails, one)
+        yield from _in_its_place(facts, trails, one, is_first=trails.has_right_inputs(one))
     yield from _of_faults(facts, trails)
     for one in sums:
         yield from _in_its_place(facts, trails, one, is_first=False)
@@ -128,7 +130,7 @@ def of_value(facts: Facts, made: np.ndarray | None) -> tuple[str, list[Hypothesi
 
 def of_reads(facts: Facts, trails: Trails) -> Iterator[Hypothesis]:
     """Yield the first number that the program reads and goes on with, if it is not the reference's."""
-    for read in trails.reads()[: not facts.goes_on]:
+    for read in trails.reads()[:1] if not facts.goes_on else []:
         for maker in trails.makers_of(read):
             yield from _of_parts(facts, trails, maker, read.values[0])
         for told, values in trails.wanted(read):
@@ -145,8 +147,9 @@ def _of_parts(facts: Facts, trails: Trails, op: Op, made: np.ndarray | None = No
         values = [_parts_of(facts, trails, one) for one in ops]
         known = set[Groups]()
         for way, how in itertools.product(partitions(facts) if all(values) else (), COMBINED):
-            totals = [(COMBINED[how](np.stack([held[rank] for rank in group])), want)
-                      for held, want in filter(None, values) for group in way]  # fmt: skip
+            with np.errstate(invalid="ignore"):  # of what is not finite
+                totals = [(COMBINED[how](np.stack([held[rank] for rank in group])), want)
+                          for held, want in filter(None, values) for group in way]  # fmt: skip
             if any(gap(total, want) > 1e-5 * largest(want) for total, want in totals):
                 continue
             if how.endswith("value") and (made is not None or totals[0][1].size == 1):
@@ -199,7 +202,7 @@ def _by_another_number(facts: Facts, trails: Trails, op: Op) -> Iterator[Hypothe
         cause = (
             f"this line multiplies by {was}, and in the run that goes on by {wants}: the number comes from what was "
         )
-        cause += "not restored when the script was started again, such as a count of steps"
+        cause += "not restored when the script was started again, or not as it was, such as a count of steps"
     words = f"multiplication by {wants} in place of {was} at {op.line}"
     repair, *also = (Repair("factor", words, op.line, was=has, by=want) for has, want in pairs)
     yield Hypothesis(repair, cause, op.line, also=tuple(also))
@@ -246,19 +249,22 @@ def _in_its_place(
     """Yield the repair that replaces an operation's result by the reference's. first: the operation at fault, if that
     is another one; is_first: whether its inputs are right"""
     first = first or op
-    is_alike, many = trails.can_be_cut(first), first.values[0].size > 1
+    is_alike, many = trails.can_be_cut(first), op.values[0].size > 1  # to put the loss itself would prove nothing
     inputs = "what this line computes is"
     if is_first:
-        inputs = "the computed tensors that go into this line are right and its result is"
+        parts = ", or parts that add up to the right ones," * trails.takes_parts(first)
+        inputs = f"the computed tensors that go into this line are right{parts} and its result is"
     if not is_alike:
         called = f" in the function called at {first.lines[1]}" if len(first.lines) > 1 else ""
-        inputs = f"the reference does not compute this{called}, or not in this shape, and what {op.line} makes of it is"
+        inputs = f"{trails.why_not_cut(first)}{called}, and what {op.line} makes of it is"
     for words, values in trails.wanted(op):
         by = "" if first.line == op.line else f" from what {first.line} computes"
         repair = Repair("put", f"the reference's values in place of what {op.line} computes{by}", op.line,
                         values=values, times=facts.number)  # fmt: skip
         told = next(trails.wanted(first), (words,))[0] if is_alike and first is not op else words
         cause = f"{'in the forward pass, ' * in_forward}{inputs} wrong: {told}{_too_much(facts, trails, values)}"
+        if not is_alike and first.line != op.line:
+            cause += ". The fault is at one of the two lines, or between them"
         yield Hypothesis(repair, cause, first.line, is_forward=is_first and (many or not in_forward))
 
 

@@ -207,16 +207,19 @@ class Hypotheses(Factors):
 
     def _scaled_unlike(self) -> tuple[str, str, str]:
         """Return cause, line and thread if each rank's gradients, and the group that reduces them, are right."""
-        given = [(sent.size, place.take(self.facts.reference.weights[name]).size) for name in self.names
-                 for sent in given_to(self.facts, [name]) for _, mine, place in self.facts.holders(name)
-                 if {mine} == {*sent.names}]  # fmt: skip
-        if some := next((f"{size} of the {whole}" for size, whole in given if size < whole), ""):
-            cause = (
-                f"this collective adds up {some} elements of a gradient, in the order in which each rank has them, as "
-                "the values of a sparse gradient: they are of other rows on other ranks. Add up the sparse gradients "
-                "with their indices, or make them dense first"
-            )
-            return cause, self.reduction, ""
+        for name, (rank, mine, place) in [(one, held) for one in self.names for held in self.facts.holders(one)]:
+            sent = [one for one in given_to(self.facts, [name], rank) if {*one.names} == {mine}]
+            size, whole = sum(one.size for one in sent), place.take(self.facts.reference.weights[name]).size
+            if 0 < size < whole and any(one.is_sparse for one in sent):
+                cause = (
+                    f"this collective adds up {size} of the {whole} elements of a gradient, in the order in which each "
+                    "rank has them, as the values of a sparse gradient: they are of other rows on other ranks. Add up "
+                    "the sparse gradients with their indices, or make them dense first"
+                )
+                return cause, self.reduction, ""
+            if 0 < size < whole:
+                cause = f"only {size} of the {whole} elements of the gradient of {name} are combined over ranks"
+                return cause, self.reduction, ""
         cause = (
             "the gradients of each rank are right after the backward pass, and so is their sum over the ranks of this "
             "collective: what is wrong is how the script changes them before, or after"

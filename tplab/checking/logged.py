@@ -18,7 +18,7 @@ from tplab.checking.gaps import gap, near
 from tplab.checking.recording import Step
 from tplab.checking.reference import TIMES
 from tplab.checking.repairs import Hypothesis, Repair
-from tplab.checking.same_model import What
+from tplab.checking.same_model import What, named
 from tplab.checking.sends import line_of_loss
 
 
@@ -32,6 +32,9 @@ def log(facts: Facts) -> Found:
     if not wrong:
         return
     rank, got, want = wrong[0]
+    if rest := [*dict.fromkeys(one.got.label for one in wrong if one.got.label != got.label)]:
+        facts.suspects.update(rest)  # each may have a cause of its own
+        yield facts.row("log", None, f"{named(rest)} differs too" if len(rest) == 1 else f"{named(rest)} differ too")
     what: What = "evaluation" if got.is_evaluation else "log"
     factor, values = got.value / want.value if want.value else None, (f"{got.value:g}", f"{want.value:g}")
     proof = _proof(facts, wrong[0])

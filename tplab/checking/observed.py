@@ -269,6 +269,8 @@ FEW = 2
 """So few elements are a multiple of any others: only plain factors count."""
 
 MOST_WAYS, MOST_FUSED = 400, 8
+FEWEST_WAYS, MOST_ELEMENTS = 8, 10**8
+"""Of large tensors, fewer ways are tried: as many as have so many elements together."""
 
 
 def find_spread(
@@ -279,7 +281,7 @@ def find_spread(
 
     pieces   of each rank that has one
     """
-    want = want.astype(np.float64)
+    is_exact, want = want.dtype.kind in "iub", want.astype(np.float64)
     got = {rank: piece.astype(np.float64) for rank, piece in pieces.items()}
     size = largest(want)
     if len({piece.shape for piece in got.values()}) != 1 or not all(
@@ -288,12 +290,14 @@ def find_spread(
         return None
     if size == 0:
         return Observed("equal", factor=0.0) if all(largest(piece) == 0 for piece in got.values()) else None
+    most = min(MOST_WAYS, max(FEWEST_WAYS, MOST_ELEMENTS // want.size))
     ways = [
         Way(dealt, [((), alike)] if len({len(group) for group in alike}) == 1 < len(alike[0]) else [])
-        for dealt, alike in islice(_ways_to_cut(want, next(iter(got.values())).shape, num_ranks, got), MOST_WAYS)
+        for dealt, alike in islice(_ways_to_cut(want, next(iter(got.values())).shape, num_ranks, got), most)
     ]
     tolerance = precision if want.size > 1 else min(precision, 1e-4)  # the terms of a number may be off by more
-    return first_fit(got, ways, tolerance * size, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
+    slack = min(tolerance * size, 0.1) if is_exact else tolerance * size  # an index that is off by one is wrong
+    return first_fit(got, ways, slack, (1.0, num_ranks, 1 / num_ranks) if want.size <= FEW else ())
 
 
 Dealt = dict[int, np.ndarray]
@@ -339,9 +343,11 @@ def _of_dim(mine: int, whole: int, num_ranks: int, most_orders: int | None) -> I
     if not mine or mine > whole:
         return
     count, stride = -(-whole // mine), (whole - mine) // max(num_ranks - 1, 1)
-    if whole % mine:  # the last part is shorter, or filled up with zeros; or parts overlap, as with a halo
+    if (
+        whole % mine
+    ):  # the last part is shorter, or filled up with zeros; or parts overlap, as with a halo, without gaps
         yield from [lambda rank: np.arange(whole)[rank * mine :][:mine]] * (count == num_ranks)
-        if stride and stride * (num_ranks - 1) == whole - mine:
+        if 0 < stride <= mine and stride * (num_ranks - 1) == whole - mine:
             yield lambda rank: np.arange(rank * stride, rank * stride + mine)
         return
     most = num_ranks // count  # up to so many neighbours may share a part, as along an axis of a mesh

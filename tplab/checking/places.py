@@ -88,7 +88,7 @@ def _of_rank(
     gradients: Mapping[str, np.ndarray],
 ) -> Iterator[tuple[str, Place]]:
     seen = ours[rank]
-    votes: Counter[tuple[int, int]] = Counter()  # (number of chunks, the rank's chunk)
+    votes: Counter[tuple[int, ...]] = Counter()  # of places that are known
     renamed: dict[str, str] = {}
     late = []
     is_named = any(not is_number(name) for name in seen.weights)
@@ -245,16 +245,17 @@ def _ranges(size: int, mine: int) -> Iterator[tuple[tuple[int, int], ...]]:
                 yield tuple((at * part + start, at * part + start + chunk) for at in range(parts))
 
 
-def _chunks(place: Place, whole: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
-    """Return, for each dim that is cut, the number of chunks and which one it is."""
-    found = []
+def _chunks(place: Place, whole: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+    """Return, for each dim that is cut, the number of chunks and which one it is; and its sizes and the first element,
+    because chunks may be of unequal sizes."""
+    found = list[tuple[int, ...]]()
     if place.elements is not None:
         return found
     for dim, (ranges, size) in enumerate(zip(place.index, whole[place.name].shape)):
         mine = place.shape[dim] if place.shape else sum(stop - start for start, stop in ranges)
         if 0 < mine < size:
             chunk = mine if place.shape else ranges[0][1] - ranges[0][0]
-            found.append((-(-size // mine), ranges[0][0] // chunk))
+            found += [(-(-size // mine), ranges[0][0] // chunk), (size, mine, ranges[0][0])]
     return found
 
 

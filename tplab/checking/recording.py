@@ -39,6 +39,7 @@ class Sent:
     size    of this rank's input, in elements; value: the input if it is a single number
     mark    of the input of an all_reduce of several numbers before the backward pass
     on      "parameter", "gradient" or "buffer" if the input is one, otherwise ""; names: its name
+    is_sparse   whether it is the values of a sparse gradient
     """
 
     op: str
@@ -52,6 +53,7 @@ class Sent:
     value: float | None = None
     is_open: bool = False
     mark: float | None = None
+    is_sparse: bool = False
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,9 @@ def _compare(
     if is_cut and all(_are_columns(found, whole) for found in mine.values()):
         words = f"all {len(_rows(whole))} samples, of which each of {len(mine)} ranks has some columns"
         return Samples("same", words, (tuple(mine),))
+    if all(found.keys() == wanted.keys() for found in rows.values()) and all(map(_is_even, [*rows.values(), wanted])):
+        wanted = Counter({*wanted})  # once, as where each of several experts is called
+        rows = dict.fromkeys(rows, wanted)
     if all(found == wanted for found in rows.values()):
         copies = (tuple(mine),)  # another input may be cut, as the keys are that a whole query attends to
     total = sum((rows[group[0]] for group in copies), Counter())
@@ -126,6 +129,11 @@ def _compare(
         return Samples("duplicates" if are_shared else "repeats", words, copies, total.total() / count)
     words = f"{strangers.total()} of {total.total()} {noun}s are not among the reference's {count}"
     return Samples("other", words, copies, total.total() / count)
+
+
+def _is_even(rows: Rows) -> bool:
+    """Return whether all rows were seen equally often."""
+    return len({*rows.values()}) == 1
 
 
 def _as_padded(mine: Mapping[int, Sequence[np.ndarray]], whole: Sequence[np.ndarray]) -> dict[int, Rows] | None:

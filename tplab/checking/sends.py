@@ -35,10 +35,10 @@ def line_of_buckets(facts: Facts, names: Sequence[str]) -> str:
     return max(sums, key=lambda sent: sent.size).where if sums else ""
 
 
-def given_to(facts: Facts, names: Sequence[str]) -> list[Sent]:
-    """Return the collectives that were given these gradients."""
+def given_to(facts: Facts, names: Sequence[str], rank: int | None = None) -> list[Sent]:
+    """Return the collectives that were given these gradients, on all ranks or on one."""
     mine = {name for (_, name), place in facts.places.items() if place.name in names}
-    sent = facts.sent("reduction", "backward")
+    sent = facts.sent("reduction", "backward", rank=rank)
     return [one for one in sent if one.on == "gradient" and mine & set(one.names) and one.op in _REDUCES]
 
 

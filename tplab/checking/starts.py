@@ -26,9 +26,13 @@ class NeedsWeights(Exception):
         self.weights = weights
 
 
+_Held = tuple[int, np.ndarray, Place]
+"""What a rank holds of a parameter: the rank, the values, and their place."""
+
+
 def weights(facts: Facts, may_ask: bool) -> Found:
     """Check that ranks that hold copies begin with the same values. Raises NeedsWeights if `may_ask`."""
-    wrong: dict[str, set[int]] = {}
+    wrong, apart = dict[str, set[int]](), dict[str, tuple[_Held, _Held]]()
     whole: dict[str, np.ndarray] = {}
     late = {name for seen in facts.reference.seen for name in seen.late}
     for name, wanted in facts.reference.weights.items():
@@ -38,27 +42,27 @@ def weights(facts: Facts, may_ask: bool) -> Found:
         for rank, mine, place in facts.holders(name):
             groups.setdefault(place.index, []).append((rank, facts.ours[rank].weights[mine].values, place))
         for group in groups.values():
-            first = next((values for _, values, place in group if place.fits), group[0][1])
-            if unlike := [rank for rank, values, _ in group if not same(values, first)]:
-                wrong.setdefault(name, set()).update(unlike)
+            first = next((one for one in group if one[2].fits), group[0])
+            if unlike := [one for one in group if not same(one[1], first[1])]:
+                wrong.setdefault(name, set()).update(rank for rank, *_ in unlike)
+                apart.setdefault(name, (unlike[0], first))
         if any(not place.fits for group in groups.values() for _, _, place in group):
             whole[name] = _joined(wanted, [group[0][1:] for group in groups.values()])
     where, cause = _of_seeds(facts)
     forward = facts.line("forward")
     if wrong:
         name, ranks = next(iter(wrong.items()))
-        held = {rank: (facts.ours[rank].weights[mine].values, place) for rank, mine, place in facts.holders(name)}
-        other, (good, place) = next((rank, x) for rank, x in held.items() if rank not in ranks)
-        got, want = shown(held[min(ranks)][0], good, min(ranks))
+        (rank, bad, _), (other, good, place) = apart[name]
+        got, want = shown(bad, good, rank)
         if not place.fits:
             want = f"the same on ranks that hold copies, and rank {other} has {want}"
         every = (tuple(range(facts.num_ranks)),)
         repairs = [*facts.of_one_seed, Repair("weights", "rank 0's weights on every rank", groups=every)]
         if not place.fits:
             cause = (
-                "ranks that hold copies begin with different values, and none with the reference's: the values come "
-                "from what a rank alone has, such as its samples, its part of a tensor or its own seed. Compute them "
-                "from the whole, and send them from one rank"
+                f"ranks that hold copies begin with different values, and none with the reference's {name}: the values "
+                "come from what a rank alone has, such as its samples, its part of a tensor or its own seed. Compute "
+                "them from the whole, and send them from one rank"
             )
             repairs = [Repair("weights", "the reference's weights", values=facts.dealt(facts.reference.weights))]
         hypotheses = [Hypothesis(one, cause, where) for one in repairs]
@@ -87,9 +91,11 @@ def weights(facts: Facts, may_ask: bool) -> Found:
     elif few := [*_overwritten(facts)]:
         names, ranks, own, parts, wanted, counts = zip(*few)
         words = f"{counts[0]} of {parts[0].size} elements are not the reference's, and all others are"
+        words += f" ({names[0]} on rank {ranks[0]})" * (len({*names}) > 1)
         cause = (
-            "some elements begin otherwise, and all others as in the reference: they are written after the weights are "
-            "drawn, at indices that count from the beginning of a rank's part, or on some ranks only"
+            "some elements begin otherwise, and all others as in the reference: what sets them depends on the rank or "
+            "on the number of ranks, such as an index that counts from the beginning of a rank's part, or random "
+            "numbers of each rank's own"
         )
         of = f"the reference's {named([*dict.fromkeys(names)])} on {ranks_text(sorted({*ranks}))}"
         repair = Repair("weights", of, values=dict(zip(zip(ranks, own), wanted)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from tplab.checking.gaps import filled, largest
 from tplab.checking.observed import PRECISION, Observed, deals, factor_between, find_spread, in_step, whose
-from tplab.units import plain
+from tplab.units import plain, ranks_text
 
 T = TypeVar("T")
 Key = tuple[str, str, int]
@@ -191,7 +191,8 @@ class Trails:
         found = list[Op]()
         for op in (op for op in self._ends.ops if op.key[1] in READS and op.key in self._theirs):
             want, held = self._theirs[op.key].values[0], [one.values[0] for one in self.ops_of(op.key)[0].values()]
-            found += [op] * any(x.shape == want.shape and not np.allclose(x, want, self.precision) for x in held)
+            slack = self.precision * largest(want[np.isfinite(want)]) if want.dtype.kind == "f" else 0.0
+            found += [op] * any(x.shape == want.shape and not np.allclose(x, want, 0, slack, True) for x in held)
         return found
 
     def numbers_at(self, op: Op) -> list[tuple[float, float]]:
@@ -213,6 +214,23 @@ class Trails:
 
     def can_be_cut(self, op: Op) -> bool:
         return next(self._cuts([op.key] if op.key in self._theirs else [], None), None) is not None
+
+    def why_not_cut(self, op: Op) -> str:
+        """Return in words why the reference's values cannot be put in place of an operation's."""
+        held, theirs = self.ops_of(op.key)
+        if theirs is None:
+            return "the reference does not compute this"
+        if len(held) < len(self._ours):
+            return f"only {ranks_text([*held])} and the reference compute this"
+        return "the reference computes this in another shape"
+
+    def takes_parts(self, op: Op) -> bool:
+        """Return whether an operation of the first rank that has a loss takes a part of a sum."""
+        return bool(self._parts(self._ends, op))
+
+    def has_right_inputs(self, op: Op) -> bool:
+        """Return whether all inputs of an operation of the first rank that has a loss are right."""
+        return self._has_right_inputs(self._ends, op)
 
     def _has_right_inputs(self, trail: Trail, op: Op) -> bool:
         return all(self._is_right(trail.ops[before]) for before in op.inputs)
@@ -524,18 +542,23 @@ def _side_by_side(count: int, ranks: Sequence[Any], theirs: Mapping[Key, Op], na
     for first, step in (count, 1), (1, size):
         ways.append({})
         for turn in range(count):
-            runs = [theirs[*name, rank * first + turn * step] for rank in range(size)]
-            each = [*zip(*(run.values for run in runs))], [*zip(*(run.arrived.values() for run in runs))]
+            numbers = [rank * first + turn * step for rank in range(size)]
+            runs = [theirs[*name, number] for number in numbers if (*name, number) in theirs]
+            if len(runs) < size:
+                return {}
+            came = [place for place in runs[0].arrived if all(place in run.arrived for run in runs)]
+            each = [*zip(*(run.values for run in runs))], [[run.arrived[place] for run in runs] for place in came]
             if not each[0] or any(
                 x.shape != some[0].shape or not x.ndim for kind in each for some in kind for x in some
             ):
                 return {}
             values, arrived = ([np.concatenate(some) for some in kind] for kind in each)
             ways[-1][*name, turn] = replace(runs[0], key=(*name, turn), values=values, passed=[],
-                                            arrived=dict(zip(runs[0].arrived, arrived)))  # fmt: skip
+                                            arrived=dict(zip(came, arrived)))  # fmt: skip
         parts = np.split(ways[-1][*name, 0].values[0], size)
-        mine = [ops[*name, 0].values[0] for ops in ranks]
-        if all(x.shape == part.shape and np.allclose(x, part, 1e-4, 1e-6) for x, part in zip(mine, parts)):
+        mine = [ops[*name, 0].values[0] for ops in ranks if (*name, 0) in ops]
+        is_all = len(mine) == size
+        if is_all and all(x.shape == part.shape and np.allclose(x, part, 1e-4, 1e-6) for x, part in zip(mine, parts)):
             return ways[-1]
     return ways[0]
 
@@ -565,14 +588,21 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
 
 def _places(got: np.ndarray, want: np.ndarray, slack: float) -> list[int]:
     """Return the number of each row of a tensor among the expected rows; [] if one of them is not there."""
+    if not got.size or got.size != want.size:
+        return []
     got, want = (x.reshape(-1, x.shape[-1]) for x in (got, want))
     if got.shape != want.shape or len(got) > MOST_ROWS:
         return []
-    far, found = np.abs(got[:, None] - want[None]).max(-1), list[int]()
-    while len(found) < len(got) and far[len(found)].min() <= slack:
-        found.append(int(far[len(found)].argmin()))
-        far[:, found[-1]] = np.inf  # each of several equal rows counts once
-    return found if len(found) == len(got) else []
+    found, is_free = list[int](), np.ones(len(want), bool)
+    for row in got:
+        begins_alike = (np.abs(want[:, :16] - row[:16]) <= slack).all(-1)
+        there = np.flatnonzero(is_free & begins_alike)  # each of several equal rows counts once
+        far = np.abs(want[there] - row).max(-1)
+        if not far.size or not far.min() <= slack:
+            return []
+        found.append(int(there[far.argmin()]))
+        is_free[found[-1]] = False
+    return found
 
 
 def _uneven(whole: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[int, np.ndarray]]:

@@ -323,11 +323,17 @@ def _left_over(my_replicas: Replicas, steps: int) -> tuple[int, int, bool]:
     from tplab.torch import LiveBytes
 
     class Live(LiveBytes):
-        writes, races = (), False
+        def __init__(self) -> None:
+            super().__init__()
+            self.writes, self.races = list[int](), False
 
-        def ended(self, func: Any, args: Any, *more: Any) -> None:
-            super().ended(func, args, *more)
-            self.writes += (args[0].data_ptr(),) if func._schema.is_mutable and hasattr(args[0], "data_ptr") else ()
+        def ended(self, func: Any, args: Any, kwargs: Any, *more: Any) -> None:
+            super().ended(func, args, kwargs, *more)
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info and argument.alias_info.is_write:
+                    written = args[place] if place < len(args) else kwargs.get(argument.name)
+                    tensors = written if isinstance(written, list | tuple) else [written]
+                    self.writes += [one.data_ptr() for one in tensors if isinstance(one, torch.Tensor)]
 
         def begins(self) -> int:
             return len(self.writes)

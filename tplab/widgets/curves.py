@@ -157,7 +157,8 @@ def figure_of(panels: Iterable[str], along: str, is_log: bool = True) -> tuple[A
 
 
 def explain(figure: Any) -> None:
-    """Add a legend below the panels, with each name once."""
+    """Put a legend below the panels, with each name once."""
+    figure.legends.clear()
     handles: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, name in zip(*ax.get_legend_handles_labels()):

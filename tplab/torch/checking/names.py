@@ -114,6 +114,12 @@ class Names:
             known = self._at.get(address)
         return ("", ()) if known is None else (known.kind, (known.name,) * bool(known.name))
 
+    def is_sparse(self, address: int) -> bool:
+        """Return whether a sparse gradient was found at this address."""
+        known = self._at.get(address)
+        gradient = None if known is None or known.kind != "gradient" else known.owner.grad
+        return gradient is not None and gradient.layout is not torch.strided
+
     def _is_at(self, one: _At) -> None:
         if one.address is not None:
             self._at[one.address] = one
@@ -151,10 +157,14 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 def address_of(x: Tensor) -> int:
-    """Return the address of this rank's part of a tensor; of a sparse one, that of its values, or else its id."""
+    """Return the address of this rank's part of a tensor; of a sparse one, that of its values. The id of one that has
+    none, such as the result of a collective that torch has not waited for."""
     x = local_of(x)
     x = x._values() if x.layout is torch.sparse_coo else x
-    return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
+    try:
+        return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
+    except RuntimeError:
+        return id(x)
 
 
 def unwrapped(name: str) -> str:

@@ -193,9 +193,11 @@ class Watched(WatchedSteps):
 
     def send(self, call: Any, put: Tensor | Sequence[Tensor], is_open: bool = False) -> None:
         on, names, value, marked, moment = "", tuple[str, ...](), None, None, self.moment
+        is_sparse = False
         x, size = next(tensors_in(put), None), sum(x.numel() for x in tensors_in(put))
         if x is not None and not x.is_meta:
             on, names = self.names.at(address_of(x))
+            is_sparse = self.names.is_sparse(address_of(x))
             if x.numel() == 1 and x.is_floating_point():
                 value = float(local_of(x).detach())
             elif call.op == "all_reduce" and moment in ("between", "forward"):
@@ -214,7 +216,8 @@ class Watched(WatchedSteps):
         self.recorder.send(self.line())
         self.seen.has_sent = self.seen.has_sent or (len(call.place.group) > 1 and call.op != "barrier")
         sent = call.op, call.reduction, tuple(call.place.group), self.line(), moment
-        self.step.sent.append(Sent(*sent, size, on, names, value, is_open and moment == "reduction", marked))
+        is_open = is_open and moment == "reduction"
+        self.step.sent.append(Sent(*sent, size, on, names, value, is_open, marked, is_sparse))
 
     def gather(self, op: str, ranks: Sequence[int], parts: Callable[[], Any]) -> None:
         """Note a finished collective that autograd does not see. parts: its inputs, and the outputs, one per rank"""

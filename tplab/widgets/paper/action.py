@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any, Protocol
 
 from tplab.schedules.action import B, F, I, W
@@ -86,10 +87,10 @@ def draw_bar(
     red, green, blue = ((part / 255) ** 2.2 for part in _rgb(other or fill or PAPER))
     is_light = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19
     room, at = (width - 8, left + 5.5) if anchor[0] == "l" else (width - 1.5, left + wide / 2)
-    for text, letters in ((text, letters) for text in texts if text for letters in dict.fromkeys((size, SMALL))):
-        if sheet.width_of(text, letters, mono=mono) <= room:
-            sheet.text(at, y + height / 2, text, size=letters, mono=mono, anchor=anchor,
-                       fill=ink or (INK if is_light else PAPER))  # fmt: skip
+    letters = ink or (INK if is_light else PAPER)
+    for text, tall in product(filter(None, texts), (size, SMALL)):
+        if sheet.width_of(text, tall, mono=mono) <= room:
+            sheet.text(at, y + height / 2, text, size=tall, mono=mono, anchor=anchor, fill=letters)
             break
 
 

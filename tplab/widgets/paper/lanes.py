@@ -1,10 +1,12 @@
-"""Lanes over time: the ground that all of them have, and the critical path through their bars."""
+"""Lanes over time: the ground that all of them have, and a chain of their bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from tplab.widgets.paper.palette import ACCENT, DIM, HATCH, SOFT
 from tplab.widgets.paper.scene import Scene, Time
@@ -36,15 +38,13 @@ def draw_lane(
     return is_named
 
 
-def draw_path(sheet: Scene, paler: Iterable[Bar], chain: Iterable[tuple[Bar, Callable[[], Any]]]) -> None:
-    """Make these boxes paler, but for the bars of a chain, each with its drawing, and connect each with the next."""
-    before = None
-    with sheet.in_time():
-        for box in paler:
-            sheet.veil(*box)
-        for (x, y, width, height), draw in chain:
-            draw()
-            sheet.bar(x, y, width, height, edge=ACCENT, line=2)
-            if before and abs(before[1] - y - height / 2) > 1:
-                sheet.line([before, (x, y + height / 2)], ACCENT, 2)
-            before = x + width, y + height / 2
+def draw_chain(sheet: Scene, chain: Sequence[Bar]) -> None:
+    """Outline the bars of a chain, and connect each with the next."""
+    sheet.bars(np.reshape(chain, (-1, 4)), [_OUTLINE] * len(chain), [()] * len(chain), -1)
+    for (x, y, width, height), (begin, low, _, tall) in pairwise(chain):
+        ends = (x + width, y + height / 2), (begin, low + tall / 2)
+        if abs(ends[0][1] - ends[1][1]) > 1:
+            sheet.line(ends, ACCENT, 2)
+
+
+_OUTLINE = {"edge": ACCENT, "line": 2}

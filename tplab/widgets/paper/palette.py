@@ -31,7 +31,6 @@ _TOKENS = {INK: "ink", DIM: "dim", LINE: "line", SOFT: "soft", PAPER: "paper", A
 _TOKENS |= {colour: f"o{kind}" for kind, colour in OPS.items()} | {WORK: "work", GRADIENT: "kig"}
 _TOKENS |= {hue: f"c{place}" for place, hue in enumerate(HUES)}
 _TOKENS |= {colour: f"k{kind.lower()}" for kind, colour in KINDS.items()}
-TOKENS = [*_TOKENS.values()]
 
 
 def rgb(colour: str) -> tuple[int, int, int]:

@@ -89,6 +89,7 @@ class Scene:
         self._codes = array("q")  # its look, text, path and mark, and where its points end
         self._points = array("d")
         self.keys, self.rows, self.ends = array("q"), array("q"), array("q", [0])  # of marks
+        self.recoloured: dict[str, list[tuple[int, list[int]]]] = {}  # (first part, looks from there on), by colours
         self._when, self._path, self._mark, self._timed = When(), -1, -1, False
 
     @property
@@ -183,13 +184,20 @@ class Scene:
         marks = self.marks_of(keys) if keys else self._mark
         self._add_many(places, [looks[fill] for fill in fills], -1, path, marks, spans=spans)
 
-    def bars(self, places: np.ndarray, looks: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], marks: Any
-             ) -> None:  # fmt: skip
-        """Draw many bars [n, 4] at once, each with its look, its texts and its mark."""
-        every = {id(look): look for look in looks}
-        codes = {number: self._look("bar", look) for number, look in every.items()}
-        said = [self.texts("\n".join(some)) if some else -1 for some in texts]
-        self._add_many(places, [codes[id(look)] for look in looks], said, -1, marks)
+    def bars(self, places: np.ndarray, looks: Sequence[Mapping[str, Any]], texts: Sequence[tuple[str, ...]],
+             marks: np.ndarray | int, **others: Sequence[Mapping[str, Any]]) -> None:  # fmt: skip
+        """Draw many bars [n, 4] at once, each with its look, its texts and its mark. others: their looks in other
+        colours, by name, which the page can show instead."""
+
+        def codes(looks: Sequence[Mapping[str, Any]]) -> list[int]:
+            every = {id(look): look for look in looks}
+            numbers = {of: self._look("bar", look) for of, look in every.items()}
+            return [numbers[id(look)] for look in looks]
+
+        for name, instead in others.items():
+            self.recoloured.setdefault(name, []).append((len(self._codes) // 5, codes(instead)))
+        said = {some: self.texts("\n".join(some)) if some else -1 for some in dict.fromkeys(texts)}
+        self._add_many(places, codes(looks), [said[some] for some in texts], -1, marks)
 
     def box(self, x: float, y: float, width: float, height: float, *, fill: Colour | None = None,
             edge: Colour | None = None, radius: float = 0, line: float = 1) -> None:  # fmt: skip
@@ -244,8 +252,11 @@ class Scene:
             look, is_line = dict(part.look), part.method in ("line", "curve", "arc")
             left, top, points, place = x, y, part.points, part.place
             if look.pop("timed", False):
-                ends = [self.across(sum(place[:1:2])), self.across(sum(place[::2]))] if place else []
-                place = (*ends[:1], *place[1:2], *(ends[1] - ends[0] for _ in place[2:3]), *place[3:])
+                if len(place) == 4:
+                    begin, low, long, tall = place
+                    place = self.across(begin), low, self.across(begin + long) - self.across(begin), tall
+                elif place:
+                    place = self.across(place[0]), place[1]
                 points = [(self.across(moment), down) for moment, down in points]
             if part.method == "curve":
                 points = [on_curve(curves[part.path], step / 16) for step in range(17)]
@@ -352,6 +363,10 @@ def _table(scene: Scene, hints: Once) -> tuple[dict[str, Any], dict[str, np.ndar
         "key": np.array(scene.keys),
         "rows": _by_place([hints(row) for row in scene.hints.found], scene),
     }
+    for name, changes in scene.recoloured.items():
+        columns[f"look.{name}"] = instead = codes[:, 0].copy()
+        for first, looks in changes:
+            instead[first : first + len(looks)] = looks
     header = {
         "width": scene.width,
         "height": scene.height,

@@ -1,22 +1,21 @@
 """Simulated schedules as lanes: for each rank its actions, and what it holds in memory below them; a scene over time.
 
-A position of the playhead is twice the number of what colours mean, and 1 more with the critical path.
+Position 1 of the playhead shows the critical path.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tplab.schedules import Schedule, Simulation
-from tplab.schedules.action import CODE, Action, in_words
+from tplab.schedules.action import CODE
 from tplab.units import counted, plain, time_text
 from tplab.widgets.paper.action import look_of, texts_of
-from tplab.widgets.paper.lanes import draw_lane, draw_path, lanes
+from tplab.widgets.paper.lanes import draw_chain, draw_lane, lanes
 from tplab.widgets.paper.legend import Key
 from tplab.widgets.paper.palette import ACCENT, DIM, HUES, WORK, hue, mix
 from tplab.widgets.paper.scene import Scene, packed
@@ -73,11 +72,29 @@ def spans(run: Simulation) -> tuple[np.ndarray, np.ndarray]:
     return np.where(run.schedule.joined, np.roll(run.start, 1), run.start) - begin, run.end - begin
 
 
-def half(schedule: Schedule, index: int, y: float, size: float) -> tuple[float, float]:
-    """(y, height) of an action's bar in its lane: the two of a pair are one above the other."""
-    if schedule.joined[index]:
-        return y + size / 2, size / 2
-    return y, size / 2 if index + 1 < len(schedule) and schedule.joined[index + 1] else size
+def halves(schedule: Schedule, size: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of each action, how far its bar is below the top of its lane, and its height: the two of a pair are one above the
+    other."""
+    is_second = schedule.joined
+    is_first = np.append(is_second[1:], False)[: len(schedule)]
+    return np.where(is_second, size / 2, 0), np.where(is_first | is_second, size / 2, size)
+
+
+_WORDS = ("F", "B", "I", "W", "send F", "receive F", "send B", "receive B",
+          "gradient sum", "unshard", "reshard", "step")  # fmt: skip
+"""The kinds of actions, in the order of their codes."""
+
+
+def labels_of(schedule: Schedule) -> list[str]:
+    """Of each action, its text without its stage: "F3", "gradient sum"."""
+    columns = zip(schedule.kind.tolist(), schedule.microbatch.tolist())
+    return [_WORDS[kind] if microbatch < 0 else f"{_WORDS[kind]}{microbatch}" for kind, microbatch in columns]
+
+
+def names_of(schedule: Schedule) -> list[str]:
+    """Of each action, its text: "F3 of stage 2"."""
+    columns = zip(labels_of(schedule), schedule.stage.tolist())
+    return [label if stage < 0 else f"{label} of stage {stage}" for label, stage in columns]
 
 
 def _draw_run(
@@ -96,49 +113,49 @@ def _draw_run(
         at = sheet.width - RIGHT + 6, y + size + 1.5 + strip / 2
         sheet.text(*at, held_most, size=9.5, fill=DIM, anchor="lm")
         with sheet.in_time():
-            _draw_held(sheet, [*(times - start).tolist(), makespan], held.tolist(), y + size + 1.5, strip, most, limit)
+            _draw_held(sheet, np.append(times - start, makespan), held, y + size + 1.5, strip, most, limit)
             for place, (low, tall) in enumerate(((y, size), (y + size, strip + gap))):
                 with sheet.about((), key=first[0] + 2 * rank + place):
                     sheet.box(0, low, makespan, tall)
     begins, ends = spans(run)
-    halves = [half(schedule, index, 0, size) for index in range(len(schedule))]
-    lows, talls = (np.array([pair[side] for pair in halves]) for side in (0, 1))
+    lows, talls = halves(schedule, size)
     places = np.stack([begins, top + schedule.rank * pitch + lows, ends - begins, talls], 1)
     tiers = (schedule.slot / max(1, schedule.slot.max(initial=0))).tolist()
-    kinds, labels = schedule.kind.tolist(), [label_of(schedule.action(index)) for index in range(len(schedule))]
-    texts = [texts_of(*one) for one in zip(kinds, labels, talls.tolist())]
-    marks, critical = np.array(sheet.marks_of(range(first[1], first[1] + len(schedule))), int), run.critical_indices()
-    for place, by in enumerate(colours):
+    kinds, critical = schedule.kind.tolist(), run.critical_indices()
+    texts = [texts_of(*one) for one in zip(kinds, labels_of(schedule), talls.tolist())]
+    marks = np.array(sheet.marks_of(range(first[1], first[1] + len(schedule))), int)
+    every = {}
+    for by in colours:
         hues = (schedule.stage if by == "stage" else schedule.microbatch).tolist()
         tints = [None if by == "kind" and kind <= CODE["W"] else hue(of) for kind, of in zip(kinds, hues)]
-        looks = [look_of(*one) for one in zip(kinds, talls.tolist(), tiers, tints)]
-        with sheet.during(2 * place - 0.5, 2 * place + 1.5), sheet.in_time():
-            sheet.bars(places, looks, texts, marks)
-        with sheet.during(2 * place + 0.5, 2 * place + 1.5):
-            each = [(tuple(places[index].tolist()), texts[index], looks[index]) for index in critical]
-            chain = [(place, partial(sheet.bar, *place, some, **look)) for place, some, look in each]
-            draw_path(sheet, [(0, top + rank * pitch, makespan, size) for rank in range(ranks)], chain)
+        every[by] = [look_of(*one) for one in zip(kinds, talls.tolist(), tiers, tints)]
 
+    def draw_bars(which: Sequence[int], marks: np.ndarray | int) -> None:
+        few = {by: [looks[index] for index in which] for by, looks in every.items()}
+        sheet.bars(places[which], few.pop(colours[0]), [texts[index] for index in which], marks, **few)
 
-def label_of(action: Action) -> str:
-    """ "F3", "step"."""
-    return in_words(action).partition(" of stage")[0]
+    with sheet.in_time():
+        draw_bars(range(len(schedule)), marks)
+        with sheet.during(0.5):
+            for rank in range(ranks):
+                sheet.veil(0, top + rank * pitch, makespan, size)
+            draw_bars(critical, -1)
+            draw_chain(sheet, places[critical].tolist())
 
 
 def _draw_held(
-    sheet: Scene, times: Sequence[float], held: Sequence[float], y: float, size: float, most: float, limit: float | None
+    sheet: Scene, times: np.ndarray, held: np.ndarray, y: float, size: float, most: float, limit: float | None
 ) -> None:
-    """The memory of a rank over time; above the limit it has another colour."""
-    for begin, end, amount in zip(times, times[1:], held):
-        within = min(amount, amount if limit is None else limit)
-        if end > begin and amount > 0:
-            sheet.box(begin, y + size * (1 - within / most), end - begin, size * within / most, fill=mix(WORK, 0.45))
-            if amount > within + 1e-9:
-                box = begin, y + size * (1 - amount / most), end - begin, size * (amount - within) / most
-                sheet.box(*box, fill=HUES[5])
+    """The memory of a rank over time; above the limit it has another colour. times: one more than amounts held."""
+    within = held if limit is None else np.minimum(held, limit)
+    for low, high, fill in ((0 * held, within, mix(WORK, 0.45)), (within, held, HUES[5])):
+        begin, span = times[:-1], np.diff(times)
+        places = np.stack([begin, y + size * (1 - high / most), span, size * (high - low) / most], 1)
+        places = places[(span > 0) & (high > low + 1e-9)]
+        sheet.boxes(places, [fill] * len(places))
     if limit is not None:
         level = y + size * (1 - limit / most)
-        sheet.line([(0, level), (times[-1], level)], ACCENT, 1)
+        sheet.line([(0, level), (float(times[-1]), level)], ACCENT, 1)
 
 
 def sent(
@@ -149,7 +166,7 @@ def sent(
     header |= {"unit": runs[0].costs.unit, "limit": limit, "lane": lane}
     header["runs"] = [
         {
-            "names": [in_words(run.schedule.action(index)) for index in range(len(run.schedule))],
+            "names": names_of(run.schedule),
             "ranks": run.schedule.num_ranks,
             "makespan": run.makespan,
         }

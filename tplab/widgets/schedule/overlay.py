@@ -26,7 +26,7 @@ from tplab.widgets.paper.shown import a
 from tplab.widgets.paper.still import run_picture
 from tplab.widgets.paper.wire import pack
 from tplab.widgets.schedule.facts import Fact, paper_name
-from tplab.widgets.schedule.lanes import half
+from tplab.widgets.schedule.lanes import halves
 from tplab.widgets.score import words
 from tplab.widgets.score.names import name_of
 
@@ -129,12 +129,12 @@ def overlay(
 
 
 def now(over: Overlay, position: float) -> Now:
-    """The picture at `position`, in steps: step k is the k-th distinct moment at which an action ends."""
+    """The state at `position`, in steps: step k is the k-th distinct moment at which an action ends."""
     return at(over, over.time(position))
 
 
 def at(over: Overlay, time: float) -> Now:
-    """The picture at a time."""
+    """The state at a time."""
     near, rank = over.tolerance, over.actions["rank"]
 
     def under_way(start: np.ndarray, end: np.ndarray) -> list[list[int]]:
@@ -256,6 +256,7 @@ def drawn(over: Overlay, width: float) -> Scene:
     label = f"timeline of {title(over)} on {counted(schedule.num_ranks, 'rank')}: {about(over)}"
     sheet = lanes(width, bottom + 20, label, 0, last, 8, schedule.num_ranks, unit)
     slots, near = max(1, int(schedule.slot.max(initial=0))), over.tolerance
+    lows, talls = halves(schedule, due - 1)
 
     def span(start: float, end: float) -> str:
         return f"{time_text(start, unit, last)} to {time_text(end, unit, last)}, {time_text(end - start, unit)}"
@@ -285,7 +286,7 @@ def drawn(over: Overlay, width: float) -> Scene:
         with sheet.in_time(), sheet.about(rows, key=index):
             tier = schedule.slot[index] / slots
             draw_action(sheet, kind, action.label, start, y, end - start, work, tier)
-            top, height = half(schedule, index, y + work + 1, due - 1)
+            top, height = y + work + 1 + float(lows[index]), float(talls[index])
             draw_action(sheet, kind, action.label, due_start, top, due_end - due_start, height, outlined=True)
     sheet.axes.append(bottom)
     return sheet

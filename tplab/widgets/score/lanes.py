@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
 
 import numpy as np
 
 from tplab.trace.critical_path import critical_rows
 from tplab.units import bytes_text, plain, time_text
 from tplab.widgets.paper.action import draw_action
-from tplab.widgets.paper.lanes import TOP, Bar, draw_lane, draw_path, lanes
+from tplab.widgets.paper.lanes import TOP, Bar, draw_chain, draw_lane, lanes
 from tplab.widgets.paper.letters import fitted
 from tplab.widgets.paper.measured import Durations
 from tplab.widgets.paper.palette import DIM, INK, mix
@@ -54,9 +53,11 @@ def draw(score: Score, width: float = WIDTH, by_kind: bool = False, measured: Du
     of.draw(sheet)
     critical = critical_bars(score) if by_kind else []
     if critical:
-        with sheet.during(0.5):
-            chain = [(of.place(bar), partial(of.bar, sheet, bar)) for bar in critical]
-            draw_path(sheet, [(begin, TOP, last - begin, of.lane * ranks)], chain)
+        with sheet.during(0.5), sheet.in_time():
+            sheet.veil(begin, TOP, last - begin, of.lane * ranks)
+            for bar in critical:
+                of.bar(sheet, bar)
+            draw_chain(sheet, [of.place(bar) for bar in critical])
     for place, (name, seconds, text) in enumerate(measured.rows):
         y = bottom - MEASURED * (len(measured.rows) - place) + 7
         sheet.text(0, y, fitted(name, 10.5, 50), size=10.5, fill=DIM, anchor="lm")
@@ -82,7 +83,7 @@ class _Lanes:
             bars[name].tolist() for name in ("kind", "rank", "start", "end", "item", "op")
         )
         ranks = score.trace.mesh.size
-        self.shown = [bar for bar, rank in enumerate(self.rank) if self.end[bar] > self.start[bar]]
+        self.shown = [bar for bar, end in enumerate(self.end) if end > self.start[bar]]
         self.track, free, tracks = dict[int, int](), [list[float]() for _ in range(ranks)], 1
         for bar in self.shown:
             if self.kind[bar] not in (COMPUTE, WAIT):
@@ -213,10 +214,12 @@ class _Says:
 
     def meanwhile(self, bar: int, rank: int) -> tuple[str, str, str]:
         """The wait of the rank while this bar is in transit."""
+        if self.column["kind"][bar] not in (SEND, COLLECTIVE):
+            return "", "", ""
         bars, waits = self.score.bars, self.waits[rank]
         start, end = self.column["start"][bar], self.column["end"][bar]
         found = waits[(bars["start"][waits] < end) & (bars["end"][waits] > start)]
-        if not len(found) or self.column["kind"][bar] not in (SEND, COLLECTIVE):
+        if not len(found):
             return "", "", ""
         what, source = self.awaited(int(found[0]))
         return f"rank {rank} waits for ", what or "other ranks", source

@@ -22,15 +22,14 @@ export class Gantt extends Lanes {
       run.rank.forEach((rank, row) => run.rows[rank].push(row));
       return run;
     });
-    [this.chosen, this.framed] = [null, null];
+    [this.chosen, this.framed, this.pointed] = [null, null, -1];
+    this.colour(this.by);
   }
 
+  // by: what the colours mean, once the picture is drawn again.
   colour(by) {
-    this.draw(2 * Object.keys(this.board.legends).indexOf(by) + (this.position % 2));
-  }
-
-  showCritical(on) {
-    this.draw(this.position - (this.position % 2) + Number(on));
+    this.by = by;
+    this.table.look = this.board[`look.${by}0`] ?? this.board.look0;
   }
 
   // The run, the rank and the action or the lane that a key belongs to: keys are those of lanes, each with its memory, then

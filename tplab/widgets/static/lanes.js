@@ -1,9 +1,9 @@
 // Scenes over time: the page scales what is drawn in time to the visible part of it. A playhead is above them.
 import { el } from "./shell.js";
-import { Scene } from "./scene.js";
+import { FINE, Scene } from "./scene.js";
 import { ticks, timeText } from "./units.js";
 
-const FINER = 20, NEAR = 2; // pixels from a bar at which it is under the pointer, too
+const NEAR = 2; // pixels from a bar at which it is under the pointer, too
 
 export class Lanes extends Scene {
   // seek(time): called when the reader clicks at a time. hint: the tooltip. zoom(begin, end): called with the visible part,
@@ -42,12 +42,12 @@ export class Lanes extends Scene {
   // What is not in time is on the left, or as far from the right end as in the still picture.
   across(x, timed) {
     if (timed) return this.x(x);
-    return x / FINER > this.table.width - this.right ? x / FINER - this.table.width + this.left + this.width + this.right : x / FINER;
+    return x / FINE > this.table.width - this.right ? x / FINE - this.table.width + this.left + this.width + this.right : x / FINE;
   }
 
   place(part) {
     const { x, y, w, h, look, looks } = this.table, { timed } = looks[look[part]], left = this.across(x[part], timed);
-    return [left, y[part] / FINER, timed ? this.x(x[part] + w[part]) - left : w[part] / FINER, h[part] / FINER];
+    return [left, y[part] / FINE, timed ? this.x(x[part] + w[part]) - left : w[part] / FINE, h[part] / FINE];
   }
 
   // As much of a bar as is visible.
@@ -155,13 +155,14 @@ export class Lanes extends Scene {
 
   // The bar at a point, or near it; what is not drawn, such as a wait, is found only where there is no bar.
   under(event) {
-    const { mark, look, looks } = this.table, [x, y] = this.where(event);
+    const { y: ys, h, mark, look, looks } = this.table, [x, y] = this.where(event);
+    if (x < this.left || x > this.left + this.width) return -1;
     let found = -1, best = 0;
-    for (let part = 0; part < mark.length && x >= this.left && x <= this.left + this.width; part++) {
-      if (mark[part] < 0 || !this.isThere(part)) continue;
-      const [left, top, width, height] = this.place(part), away = Math.max(left - x, x - left - width);
-      if (y < top || y >= top + height || away > NEAR) continue;
-      const rating = looks[look[part]].fill ? (away <= 0 ? 3 : 2) : away <= 0 ? 1 : 0;
+    for (let part = 0; part < mark.length; part++) {
+      if (mark[part] < 0 || y * FINE < ys[part] || y * FINE >= ys[part] + h[part] || !this.isThere(part)) continue;
+      const [left, , width] = this.place(part), away = Math.max(left - x, x - left - width);
+      if (away > NEAR) continue;
+      const rating = looks[look[part]].is === "bar" ? (away <= 0 ? 3 : 2) : away <= 0 ? 1 : 0;
       if (rating && rating >= best) [found, best] = [part, rating];
     }
     return found;
@@ -178,7 +179,7 @@ export class Lanes extends Scene {
   frame() {
     const { mark, look, looks } = this.table, at = this.framed ?? mark[this.pointed] ?? -1;
     for (const node of this.marks) node.remove();
-    this.marks = at < 0 ? [] : [...mark.keys()].filter((part) => mark[part] === at && looks[look[part]].fill && this.isThere(part)).flatMap((part) => {
+    this.marks = at < 0 ? [] : [...mark.keys()].filter((part) => mark[part] === at && looks[look[part]].is === "bar" && this.isThere(part)).flatMap((part) => {
       const [x, y, width, height] = this.place(part), [left, right] = this.visible(x, x + Math.max(width, 2));
       return right <= left ? [] : [el("div.tpl-barmark", { style: `left:${left - this.left}px;top:${y}px;width:${right - left}px;height:${height}px` })];
     });

@@ -216,9 +216,10 @@ async function render({ model, el: host }) {
     for (const node of choice.querySelectorAll("button")) node.setAttribute("aria-pressed", node.textContent === by);
     showLegend();
     chart.colour(by);
+    chart.draw();
   };
   root.append(legend, el("div.tpl-tools", {}, choice,
-    el("span.tpl-space"), ...(isAlive ? [earlier, later, undo, reset, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.showCritical(on)),
+    el("span.tpl-space"), ...(isAlive ? [earlier, later, undo, reset, edit] : []), toggle("critical path", "show what sets the makespan", (on) => chart.draw(Number(on))),
     ...(isAlive ? [toPaste, ...files] : [])));
   if (isAlive) root.append(paste);
   const note = el("p.tpl-notice", { role: "status" }), bar = el("progress.tpl-progress", { max: 1, "aria-label": "loading", hidden: "" });

@@ -1,7 +1,7 @@
 // Paints the pictures recorded by widgets/paper/scene.py on a canvas, and finds what is under the pointer.
 import { colours, el, saying } from "./shell.js";
 
-const FINE = 20;
+export const FINE = 20; // lengths are in twentieths of a pixel
 const LETTERS = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace';
 const SMALL = 9.5; // of letters
 const LARGER = 1.05; // letters of most pages are narrower than those of a still picture
@@ -112,9 +112,10 @@ export class Scene {
   }
 
   rowsOf(part, time) {
-    const { rows, mark, key: { length } } = this.table, key = this.keyOf(part);
+    const { rows, mark, key: { length } } = this.table, key = this.keyOf(part), found = [];
     if (this.about && key !== null) return this.about(key, time);
-    return [...rows.filter((row, at) => row >= 0 && at % length === mark[part])].map((row) => this.hints[row]);
+    for (let at = mark[part]; at < rows.length; at += length) if (rows[at] >= 0) found.push(this.hints[rows[at]]);
+    return found;
   }
 
   keyOf(part) {

@@ -91,10 +91,7 @@ export function colours(root) {
   const style = getComputedStyle(root);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
   const found = { font: style.fontFamily, read };
-  for (const name of ["ink", "dim", "line", "soft", "paper", "accent", "hatch", "work"]) found[name] = read(name);
-  found.hues = Array.from({ length: 8 }, (_, index) => read(`c${index}`));
-  found.kinds = { F: read("kf"), I: read("ki"), W: read("kw") };
-  found.hue = (item) => (item >= 0 ? found.hues[item % 8] : found.work);
+  for (const name of ["dim", "line", "paper"]) found[name] = read(name);
   found.mix = (colour, share) => mix(colour, found.paper, share);
   found.lighter = (colour, share) => mix(colour, "#ffffff", share);
   found.onPaper = (colour) => mix(colour, read("toward"), parseFloat(read("onpaper")) / 100); // for thin lines
