@@ -356,8 +356,8 @@ for ranks in (8, 64, 512):
 # %% [markdown]
 # Inside a node, about 1,900 tokens per rank hide all messages. In the forecast that is more than in [lab
 # 16](16_data_parallel.ipynb), because a measured `all_reduce` is faster than a `reduce_scatter` and an `all_gather`.
-# Between nodes, it depends on the network: on 512 GPUs, the forecast is 2,600 tokens per rank with InfiniBand NDR, and
-# 20,500 with the playbook's network ([lab 03](03_network_levels.ipynb)).
+# Between nodes, it depends on the network: on 512 GPUs, the forecast is 2,600 with InfiniBand NDR, and 20,500 with the
+# playbook's network ([lab 03](03_network_levels.ipynb)).
 #
 # MosaicML [measured](https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md) MPT-7B,
 # 32 blocks of width 4,096, with FSDP at stage 3. Each H100 had 12,288 tokens. The last two columns are

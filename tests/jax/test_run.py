@@ -454,7 +454,7 @@ def test_a_key_needs_a_run():
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec("tp")
     program = jax.shard_map(lambda x: x + jax.random.uniform(rank_key()), mesh=mesh, in_specs=spec, out_specs=spec)
-    with pytest.raises(OutsideRunError, match="fold axis_index into a key that you pass in"):
+    with pytest.raises(OutsideRunError, match="pass keys in, and fold axis_index into"):
         program(jnp.ones(2))
 
 

@@ -207,7 +207,13 @@ SEQUENCE_MLP = replace(
     tensors=_mlp_tensors,
     specs={name: TOKENS_SPLIT.specs[name] for name in _NAMES},
     gradients=_NAMES,
-    mistakes={**TOKENS_SPLIT.mistakes, "y": {_APART: _never_gathered}},
+    mistakes={
+        **TOKENS_SPLIT.mistakes,
+        "y": {_APART: _never_gathered},
+        "dx": {
+            hint: wrong for hint, wrong in TOKENS_SPLIT.mistakes["dx"].items() if wrong is not _cut_after_the_sum
+        },  # without attention, it gives what `_kept_to_itself` gives
+    },
     excess="h is gathered once, and y is scattered once; the backward pass does both in reverse. Apart from that, only "
     "the gradient of scale has to be sent.",
 )

@@ -45,7 +45,7 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "the forecast is 2,600 tokens per rank with InfiniBand NDR, and 20,500 with the playbook's network",
+        "the forecast is 2,600 with InfiniBand NDR, and 20,500 with the playbook's network",
         lambda: tokens("ZeRO 3", 512, NDR, PLAYBOOK),
     ),
     Claim(
