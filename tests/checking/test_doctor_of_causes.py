@@ -523,7 +523,7 @@ CASES = {
     "experts in one tensor": Case(STACKED, "gradient", "contains the parts of all ranks that sent"),
     "a gather whose backward pass divides": Case(DIVIDES_BACK, "gradient", "in the backward pass is 0.5 times"),
     "advantages of each rank, and a loss that is always 0": Case(
-        ADVANTAGES, "gradient", "the computed tensors that go into this line are right and its result is wrong"
+        ADVANTAGES, "gradient", "computed tensors that go into this line are right"
     ),
     "weights that are gathered, and gradients that are added up": Case(
         GATHERED_WEIGHTS, "gradient", "although each rank's loss is already a mean"

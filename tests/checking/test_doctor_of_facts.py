@@ -16,7 +16,8 @@ from tplab.checking.reference import Reference
 from tplab.checking.same_model import Finding, Row
 from tplab.checking.sends import adds_up
 from tplab.checking.starts import weights
-from tplab.checking.trail import Op, Trail, Trails
+from tplab.checking.trail import Op, Trail
+from tplab.checking.trails import Trails
 
 DRAWN = np.random.default_rng(0)
 Arrays = Mapping[str, np.ndarray]

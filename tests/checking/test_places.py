@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tplab.checking.observed import uneven
 from tplab.checking.places import find_places
 from tplab.checking.recording import Piece, Seen
-from tplab.checking.trail import _uneven
 
 STREAM = np.random.default_rng(0).standard_normal(64)
 W1, W2 = STREAM[:32].reshape(8, 4), STREAM[32:].reshape(4, 8)
@@ -80,6 +80,6 @@ def test_equal_values_are_no_place_of_a_part_whose_offset_is_known():
 
 
 def test_a_part_of_a_trail_that_has_another_number_of_dims_is_no_piece():
-    assert list(_uneven(np.zeros((8, 4)), [(3, 4), (5,)])) == []
-    (parts,) = _uneven(np.zeros((8, 4)), [(3, 4), (5, 4)])
+    assert list(uneven(np.zeros((8, 4)), [(3, 4), (5,)])) == []
+    (parts,) = uneven(np.zeros((8, 4)), [(3, 4), (5, 4)])
     assert [part.shape for part in parts.values()] == [(3, 4), (5, 4)]

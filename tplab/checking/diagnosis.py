@@ -22,7 +22,7 @@ from tplab.checking.same_model import NOT_FINITE, TITLES, Finding, Row, SameMode
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import dropout, samples, targets
 from tplab.checking.starts import weights
-from tplab.checking.trail import Trails
+from tplab.checking.trails import Trails
 from tplab.checking.updates import buffers, parameters, settings, skipped, states
 from tplab.units import ranks_text
 

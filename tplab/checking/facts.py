@@ -17,7 +17,7 @@ from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import Finding, Row, What
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.source import Source
-from tplab.checking.trail import Trails
+from tplab.checking.trails import Trails
 
 Found = Iterator[Row | Finding]
 """What a comparison yields: rows for what it has compared, and findings for faults."""

@@ -14,7 +14,8 @@ from tplab.checking.gaps import gap, largest
 from tplab.checking.repairs import Groups, Hypothesis, Repair
 from tplab.checking.same_model import named
 from tplab.checking.sends import lines_of_reduction, over, partitions
-from tplab.checking.trail import Op, Trails
+from tplab.checking.trail import Op
+from tplab.checking.trails import Trails
 from tplab.units import plain, ranks_text
 
 MOST_FAULTS = 4

@@ -367,3 +367,13 @@ def _orders(whole: int, count: int) -> Iterator[np.ndarray]:
         yield np.concatenate([chunks[:count], chunks[count:][::-1]], axis=1)
     for parts in (parts for parts in range(2, MOST_FUSED + 1) if whole % (parts * count) == 0):
         yield every.reshape(parts, count, -1).transpose(1, 0, 2).reshape(count, -1)
+
+
+def uneven(whole: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[int, np.ndarray]]:
+    """Yield the whole cut along one dim into parts of these shapes, one for each rank."""
+    if any(len(shape) != whole.ndim for shape in shapes):
+        return
+    for dim, size in enumerate(whole.shape):
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if rest == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
+            yield dict(enumerate(np.split(whole, np.cumsum([shape[dim] for shape in shapes])[:-1], dim)))

@@ -20,7 +20,7 @@ from tplab.checking.same_model import SameModel, cannot_tell
 from tplab.checking.samples import seeds_by_rank
 from tplab.checking.seen_samples import NeedsSamples
 from tplab.checking.starts import NeedsWeights
-from tplab.checking.trail import Trails
+from tplab.checking.trails import Trails
 from tplab.mesh import Mesh
 from tplab.torch.checking.handed import Handed
 from tplab.torch.checking.names import FLAT
